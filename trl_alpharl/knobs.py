@@ -1,0 +1,95 @@
+"""Our configuration fields as plain dataclasses.
+
+Standard library only: `trl-alpharl --help` and the recipe loader read these fields without importing torch.
+`trainers.ppo_config.PPOConfig` is these knobs on top of TRL's `_BaseConfig`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+
+def _knob(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class PPOKnobs:
+    """The fields that PPO adds to transformers' `TrainingArguments`. Names and defaults follow TRL 1.12's `PPOConfig`;
+    docs/migrate.md lists the few whose default or meaning was repaired."""
+
+    # Optimisation
+    learning_rate: float = _knob(3e-6, "Initial learning rate of the optimizer.")
+    critic_learning_rate: float | None = _knob(
+        None, "Learning rate of the value head and of a critic with its own weights. None: the same as learning_rate."
+    )
+    num_ppo_epochs: int = _knob(4, "Passes over one rollout.")
+    num_mini_batches: int = _knob(1, "Optimizer steps per pass: the rollout is split into this many mini-batches.")
+    total_episodes: int | None = _knob(
+        None, "Completions to sample over the whole run. None: num_train_epochs times the dataset's length."
+    )
+    critic_warmup_steps: int = _knob(0, "First optimizer steps that train the critic alone; the policy does not move.")
+
+    # Sampling
+    response_length: int = _knob(53, "Most tokens in a completion.")
+    temperature: float = _knob(0.7, "Sampling temperature; log-probs and entropies are taken at it too.")
+    stop_token: Literal["eos"] | None = _knob(
+        "eos",
+        "'eos': stop at the tokenizer's eos, at any eos id of the model's generation config and at stop_token_id. "
+        "None: stop at stop_token_id only; without one, exactly response_length tokens.",
+    )
+    stop_token_id: int | None = _knob(None, "One more token id that ends a completion.")
+    local_rollout_forward_batch_size: int = _knob(64, "Completions generated at once on each process.")
+    num_sample_generations: int = _knob(
+        10, "Tables of sample completions printed over the run; needs an eval dataset. 0: none."
+    )
+
+    # Reward
+    reward_weights: list[float] | None = _knob(None, "Weight of each reward, in order. None: 1 each.")
+    missing_eos_penalty: float | None = _knob(None, "Subtracted from the score of a completion that no stop token ended.")
+    whiten_rewards: bool = _knob(False, "Scale token rewards to unit variance before advantages.")
+    kl_coef: float = _knob(0.05, "Coefficient of the KL penalty in the token rewards; its start value with kl_target.")
+    kl_estimator: Literal["k1", "k2", "k3"] = _knob("k1", "KL estimator: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.")
+    kl_target: float | None = _knob(None, "Adapt kl_coef so that the KL per completion, in nats, stays near this. None: fixed.")
+    kl_horizon: int = _knob(10_000, "Episodes over which the adaptive kl_coef reacts; smaller is faster.")
+
+    # PPO
+    gamma: float = _knob(1.0, "Discount factor.")
+    lam: float = _knob(0.95, "GAE lambda of the advantages.")
+    lam_critic: float | None = _knob(None, "GAE lambda of the value targets. None: the same as lam.")
+    cliprange: float = _knob(0.2, "Clip range of the probability ratio.")
+    cliprange_high: float | None = _knob(None, "Upper clip range of the ratio (clip-higher). None: the same as cliprange.")
+    cliprange_value: float = _knob(0.2, "Clip range of the value around its rollout estimate.")
+    vf_coef: float = _knob(0.1, "Weight of the value loss.")
+
+    # Roles
+    critic: Literal["shared", "adapter"] = _knob(
+        "shared",
+        "Critic when no value_model is passed. shared: a head on the policy's trunk. adapter: its own LoRA adapter and head.",
+    )
+    critic_detach: bool = _knob(False, "With critic=shared: value gradients train the head alone, not the trunk.")
+    model_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the policy. None: the active one.")
+    ref_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the reference. None: chosen by the trainer.")
+
+    # Read by scripts and by the command line, not by the trainer
+    sft_model_path: str | None = _knob(None, "Model to start from when model_name_or_path is not given.")
+    reward_model_path: str | None = _knob(None, "Sequence classifier with one label that scores completions.")
+    dataset_num_proc: int | None = _knob(None, "Processes that a script uses in its own dataset.map calls.")
+    ds3_gather_for_generation: bool = _knob(True, "Accepted for old scripts; DeepSpeed ZeRO-3 is refused.")
+
+
+@dataclass
+class ScriptKnobs:
+    """What a recipe says beside the trainer's fields: data, rewards, model source."""
+
+    method: Literal["ppo"] = _knob("ppo", "The trainer.")
+    dataset_name: str | None = _knob(
+        None, "Hub id, local folder or JSON/JSONL/CSV/Parquet file with a 'prompt' column; 'builtin' is the embedded one."
+    )
+    dataset_config: str | None = _knob(None, "Configuration of a hub dataset.")
+    dataset_train_split: str = _knob("train", "Split to train on.")
+    dataset_test_split: str | None = _knob(None, "Split to evaluate on. None: rows held out from the train split.")
+    eval_rows: int = _knob(64, "Rows held out for the before/after score when no test split is named.")
+    reward_funcs: list[str] | None = _knob(None, "Rewards by name (trl-alpharl rewards lists them), module.function, or classifier path.")
+    sample_rows: int = _knob(5, "Completions shown in the before/after table.")

@@ -1,0 +1,63 @@
+"""Every key that training logs: what it means and its unit. Standard library only.
+
+docs/metrics.md is this table; a test holds it against what a run logs. Means run over valid completion tokens or
+valid rows of all processes, padding excluded, and over the optimizer steps (or rollouts) since the last log.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One logged key."""
+
+    meaning: str
+    unit: str
+
+
+METRICS: dict[str, Metric] = {
+    "eps": Metric("episodes since the start over seconds since the start of this process", "1/s"),
+    "episode": Metric("completions sampled so far, over all processes", "completions"),
+    "lr": Metric("learning rate of the first parameter group", ""),
+    "objective/scores": Metric("mean score of a completion, penalties included", "reward"),
+    "objective/kl": Metric("KL to the reference summed over a completion, by kl_estimator, mean over completions", "nats"),
+    "objective/entropy": Metric("minus the log-prob of the sampled tokens, summed over a completion, mean", "nats"),
+    "objective/non_score_reward": Metric("KL penalty summed over a completion, mean over completions", "reward"),
+    "objective/rlhf_reward": Metric("objective/scores + objective/non_score_reward", "reward"),
+    "objective/kl_coef": Metric("coefficient of the KL penalty", "reward/nat"),
+    "policy/approxkl_avg": Metric("half the mean squared log-ratio to the rollout's policy", "nats"),
+    "policy/clipfrac_avg": Metric("share of tokens whose policy loss is clipped", ""),
+    "policy/entropy_avg": Metric("mean entropy of the next-token distribution", "nats"),
+    "loss/policy_avg": Metric("clipped surrogate loss", ""),
+    "loss/value_avg": Metric("clipped value loss, before vf_coef", "reward^2"),
+    "val/clipfrac_avg": Metric("share of tokens whose value loss is clipped", ""),
+    "val/ratio": Metric("mean probability ratio to the rollout's policy", ""),
+    "val/ratio_var": Metric("variance of the mini-batches' mean ratios", ""),
+    "val/num_eos_tokens": Metric("completions that a stop token ended, a rollout", "completions"),
+    "val/explained_variance": Metric("1 - Var(return - value) / Var(return) over a rollout's tokens", ""),
+    "val/skipped_steps": Metric("optimizer steps skipped so far because something was not finite", "steps"),
+    "reward/{name}/mean": Metric("mean of one reward function over the rows it gave a number for", "reward"),
+    "reward/{name}/std": Metric("standard deviation of one reward function over those rows", "reward"),
+    "completions/mean_length": Metric("mean completion length, stop token included", "tokens"),
+    "completions/finished": Metric("share of completions that a stop token ended", ""),
+    "time/rollout_s": Metric("seconds to generate a rollout", "s"),
+    "time/score_s": Metric("seconds for rewards and the scoring pass of a rollout", "s"),
+    "time/update_s": Metric("seconds in the optimizer steps of a rollout", "s"),
+    "response_tokens_per_s": Metric("completion tokens of a rollout over its rollout, score and update seconds", "tokens/s"),
+    "memory/peak_bytes": Metric("peak device memory (CUDA) or resident memory of the process (CPU)", "bytes"),
+}
+
+# Keys that depend on the clock or the machine: two equal runs differ in them.
+NOT_REPRODUCIBLE = ("eps", "time/", "response_tokens_per_s", "memory/", "loss", "train_", "eval_runtime", "total_flos")
+
+
+def describe(key: str) -> Metric | None:
+    """The table's entry for a logged key such as `reward/sentiment/mean` or `eval_objective/scores`."""
+    key = key.removeprefix("eval_")
+    if key in METRICS:
+        return METRICS[key]
+    parts = key.split("/")
+    if len(parts) == 3 and parts[0] == "reward":
+        return METRICS.get(f"reward/{{name}}/{parts[2]}")
+    return None
