@@ -72,6 +72,8 @@ class PPOKnobs:
     model_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the policy. None: the active one.")
     ref_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the reference. None: chosen by the trainer.")
 
+    model_init_kwargs: dict | None = _knob(None, "Arguments of from_pretrained when the model is passed by name.")
+
     # Read by scripts and by the command line, not by the trainer
     sft_model_path: str | None = _knob(None, "Model to start from when model_name_or_path is not given.")
     reward_model_path: str | None = _knob(None, "Sequence classifier with one label that scores completions.")

@@ -7,7 +7,7 @@ they come from positions, never from token ids. Floats are fp32. Padding positio
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -68,12 +68,11 @@ class TokenChunk:
     completion_mask: Tensor  # (R, C') bool, all False on filler rows
 
 
-@dataclass(frozen=True)
-class TokenStats:
-    """What the actor-critic says about the completion tokens of a chunk; (R, C') each, fp32, unmasked."""
+class TokenStats(NamedTuple):
+    """What the actor-critic says about the completion tokens of a chunk; (R, C') each, fp32, padding not masked."""
 
-    per_token_logps: Tensor
-    entropies: Tensor
+    per_token_logps: Tensor | None  # nats, at the sampling temperature; None when only values were asked for
+    entropies: Tensor | None  # nats
     values: Tensor | None
 
 

@@ -1,0 +1,1 @@
+"""The actor-critic: one backbone in the roles of policy, reference and critic."""

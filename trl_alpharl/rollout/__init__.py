@@ -1,0 +1,1 @@
+"""Prompts to completions, and completions to what the roles say about them."""

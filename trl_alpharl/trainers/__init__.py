@@ -1,0 +1,1 @@
+"""Trainers on transformers' training loop."""

@@ -1,0 +1,35 @@
+"""PPO for RLHF with a learned critic, as a plugin for TRL.
+
+Public names resolve on first use, so that `import trl_alpharl` and the command line's help stay fast.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .rewards.model import RewardModel
+    from .trainers.ppo_config import PPOConfig
+    from .trainers.ppo_trainer import PPOTrainer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "PPOConfig": ".trainers.ppo_config",
+    "PPOTrainer": ".trainers.ppo_trainer",
+    "RewardModel": ".rewards.model",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+__all__ = ["PPOConfig", "PPOTrainer", "RewardModel", "__version__"]

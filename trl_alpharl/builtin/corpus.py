@@ -1,0 +1,181 @@
+"""The embedded corpus: little stories of two or three sentences, cheerful, plain or gloomy. Standard library only.
+
+A story is a filled template. The person, the place and the things stay the same through a story; the words that carry
+a mood are drawn anew at each slot, so that a story of any mood may hold a word of another.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+_WOMEN = "Anna Clara Emma Grace Julia Maria Nora Rosa".split()
+_MEN = "Adam David Felix Henry Jacob Leo Oscar Tom".split()
+_ROLES = "baker teacher doctor farmer driver painter sailor gardener singer librarian neighbor captain".split()
+_PLACES = "market inn library harbor garden bakery station village museum school farm bridge".split()
+_THINGS = "lamp chair coat clock book painting basket boat table hat blanket bicycle".split()
+_FOODS = "soup bread cake stew pie cheese salad tea".split()
+_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+_TIMES = "morning afternoon evening".split()
+
+# slot: (positive, neutral, negative) words
+_MOODS = {
+    "feeling": (
+        "happy glad proud delighted grateful thrilled hopeful joyful".split(),
+        "ready curious awake hungry thirsty surprised silent serious".split(),
+        "sad upset lonely afraid disappointed miserable worried bored".split(),
+    ),
+    "character": (
+        "kind cheerful gentle friendly clever brave generous patient".split(),
+        "young old tall busy local new quiet strict".split(),
+        "rude angry cruel lazy selfish gloomy careless stubborn".split(),
+    ),
+    "quality": (
+        "lovely wonderful beautiful perfect bright charming splendid elegant".split(),
+        "small large plain simple round wooden narrow ordinary".split(),
+        "awful terrible ugly dirty broken dull shabby rusty".split(),
+    ),
+    "taste": (
+        "delicious fresh tasty sweet excellent".split(),
+        "warm salty thick hot soft".split(),
+        "bitter stale burnt sour horrible".split(),
+    ),
+    "weather": (
+        "sunny pleasant glorious mild".split(),
+        "cloudy windy cool dry".split(),
+        "stormy dreadful freezing grim".split(),
+    ),
+    "liked": (
+        "loved enjoyed admired praised".split(),
+        "watched noticed described remembered".split(),
+        "hated disliked feared regretted".split(),
+    ),
+    "manner": (
+        "happily warmly gracefully kindly".split(),
+        "slowly quietly quickly softly".split(),
+        "sadly angrily rudely badly".split(),
+    ),
+}
+_MOOD_WEIGHTS = (0.3, 0.4, 0.3)
+_MOOD_HOLDS = 0.6  # a slot keeps the story's mood this often; otherwise it draws its own
+
+POSITIVE = frozenset(word for moods in _MOODS.values() for word in moods[0])
+NEGATIVE = frozenset(word for moods in _MOODS.values() for word in moods[2])
+
+# How a story may open, and how its first sentence may go on. The openings hold no mood: they are the prompts.
+_FIRST_SENTENCES = {
+    "{name} went to the {place}": (
+        " on {day}.",
+        " and felt {feeling}.",
+        " with a {quality} {thing}.",
+        " to meet the {character} {role}.",
+    ),
+    "{name} bought a {thing} at the {place}": (
+        ".",
+        " from a {character} {role}.",
+        ", and it was {quality}.",
+        " and walked home {manner}.",
+    ),
+    "{name} said the {food} at the {place} was": (
+        " {taste}.",
+        " {taste} and {taste}.",
+        " {taste}, and the {role} agreed {manner}.",
+    ),
+    "on {day} {name} saw": (
+        " a {quality} {thing} at the {place}.",
+        " the {character} {role} at the {place}.",
+        " a {quality} {place}.",
+    ),
+    "the {role} gave {name}": (
+        " a {quality} {thing}.",
+        " some {taste} {food}.",
+        " a {thing} and smiled {manner}.",
+    ),
+    "in the {time} {name} and the {role}": (
+        " talked {manner}.",
+        " ate some {taste} {food}.",
+        " walked to the {quality} {place}.",
+        " were {feeling}.",
+    ),
+    "that {day} the {place} was": (
+        " {quality}, and {name} was {feeling}.",
+        " full of {character} people, and {name} was there.",
+        " open, and {name} {liked} the {food}.",
+    ),
+}
+_LATER_SENTENCES = (
+    "{she} felt {feeling}.",
+    "{she} felt {feeling} and walked home {manner}.",
+    "{she} {liked} the {quality} {thing}.",
+    "{she} told the {role} about it {manner}.",
+    "the {role} was {character}.",
+    "the {role} was {character} and spoke {manner}.",
+    "the {food} was {taste}, and everyone {liked} it.",
+    "it was a {weather} {time}.",
+    "the {place} was {quality} and full of {character} people.",
+    "the weather was {weather}, and {she} was {feeling}.",
+    "everyone was {feeling}.",
+    "what a {quality} day!",
+)
+
+
+class _Story:
+    """Words for a template's slots, as a mapping for `str.format_map`; no mood word comes twice in a story."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._mood = self._draw_mood()
+        self._used: set[str] = set()
+        woman = rng.random() < 0.5
+        self._fixed = {
+            "name": rng.choice(_WOMEN if woman else _MEN),
+            "she": "she" if woman else "he",
+            "role": rng.choice(_ROLES),
+            "place": rng.choice(_PLACES),
+            "thing": rng.choice(_THINGS),
+            "food": rng.choice(_FOODS),
+            "day": rng.choice(_DAYS),
+            "time": rng.choice(_TIMES),
+        }
+
+    def _draw_mood(self) -> int:
+        return self._rng.choices(range(3), _MOOD_WEIGHTS)[0]
+
+    def __getitem__(self, slot: str) -> str:
+        if slot in self._fixed:
+            return self._fixed[slot]
+        mood = self._mood if self._rng.random() < _MOOD_HOLDS else self._draw_mood()
+        word = self._rng.choice([word for word in _MOODS[slot][mood] if word not in self._used])
+        self._used.add(word)
+        return word
+
+
+def _sentence(template: str, story: _Story) -> str:
+    text = template.format_map(story)
+    text = re.sub(r"\ba(?= [aeiou])", "an", text)
+    return text[0].upper() + text[1:]
+
+
+def stories(count: int, seed: int) -> list[str]:
+    """`count` texts of two or three sentences; the same seed gives the same texts.
+
+    >>> stories(1, seed=1)[0]
+    'X'
+    """
+    rng = random.Random(seed)
+    texts = []
+    for _ in range(count):
+        story = _Story(rng)
+        opening, endings = rng.choice(list(_FIRST_SENTENCES.items()))
+        templates = [opening + rng.choice(endings), *rng.sample(_LATER_SENTENCES, rng.choice((1, 2)))]
+        texts.append(" ".join(_sentence(template, story) for template in templates))
+    return texts
+
+
+def openings(count: int, seed: int) -> list[str]:
+    """`count` distinct beginnings of a first sentence, free of mood words, to be used as prompts."""
+    rng = random.Random(seed)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[_sentence(rng.choice(list(_FIRST_SENTENCES)), _Story(rng))] = None
+    return list(found)

@@ -1,0 +1,74 @@
+"""Advantages and value targets, and how well the values predict them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .masking import masked_moments
+
+
+def compute_gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+
+    A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. A completion ends at its last token: the
+    value after it is 0, and nothing that padding holds enters.
+
+    Args: token_rewards (B, C), values (B, C), the estimate before each token is produced, mask (B, C) bool, padded on
+        the right; gamma and lam in [0, 1].
+    Returns: advantages (B, C) and returns = advantages + values (B, C), fp32, 0 at padding.
+    Raises: ValueError for a mask with a gap: the scan would carry value across it.
+
+    >>> mask = torch.tensor([[True, True, False]])
+    >>> compute_gae(torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[0.5, 0.5, 9.0]]), mask, gamma=1.0, lam=1.0)
+    (tensor([[0.5000, 0.5000, 0.0000]]), tensor([[1., 1., 0.]]))
+    """
+    gaps = (mask[:, 1:] & ~mask[:, :-1]).any(1)
+    if gaps.any():
+        row = int(gaps.nonzero()[0])
+        raise ValueError(
+            f"completion_mask: row {row} counts a token after one it does not, must be padded on the right"
+        )
+    rewards = token_rewards.float().masked_fill(~mask, 0)
+    values = values.float().masked_fill(~mask, 0)
+    advantages = torch.zeros_like(values)
+    next_value = next_advantage = values.new_zeros(values.shape[0])
+    for t in reversed(range(values.shape[1])):  # past a row's end all terms are 0, so its own end starts the recursion
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        next_advantage = delta + gamma * lam * next_advantage
+        next_value = values[:, t]
+        advantages[:, t] = next_advantage
+    return advantages, advantages + values
+
+
+def explained_variance(returns: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Share of the returns' variance that the values predict: 1 - Var(returns - values) / Var(returns).
+
+    1 is a perfect critic, 0 one no better than a constant, below 0 worse. Returns that do not vary: 0.
+
+    Args: returns, values (one shape), mask (same shape, bool; None: all count).
+    Returns: 0-d float64. Padding may hold anything.
+
+    >>> explained_variance(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 2.0, 3.0]))
+    tensor(1., dtype=torch.float64)
+    """
+    if mask is None:
+        mask = torch.ones_like(returns, dtype=torch.bool)
+    return explained_variance_from_moments(masked_moments(returns - values, mask), masked_moments(returns, mask))
+
+
+def explained_variance_from_moments(error_moments: Tensor, return_moments: Tensor) -> Tensor:
+    """`explained_variance` from moments that several processes merged.
+
+    A spread of the returns below fp32's rounding of their mean counts as none: there the result is 0.
+
+    Args: error_moments (3,), of returns - values, and return_moments (3,), both from `masked_moments`, same positions.
+    Returns: 0-d float64.
+
+    >>> moments = torch.tensor([[4.0, 0.0, 1.0], [4.0, 2.0, 4.0]], dtype=torch.float64)
+    >>> explained_variance_from_moments(moments[0], moments[1])
+    tensor(0.7500, dtype=torch.float64)
+    """
+    count, mean, deviations = return_moments.unbind()
+    constant = deviations <= count * (torch.finfo(torch.float32).eps * mean).square()
+    return torch.where(constant, 0, 1 - error_moments[2] / torch.where(constant, 1, deviations))

@@ -1,0 +1,137 @@
+"""A sequence classifier as a reward: it reads the text of a conversation with its own tokenizer and template."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from .text import completion_text, content_text
+
+
+class RewardModel:
+    """A reward function that scores prompt + completion with a one-label sequence classifier; usable in TRL's GRPO too.
+
+    The model reads text, never the policy's token ids, so its vocabulary may differ and merges across the border of
+    prompt and completion are its own. Text prompts are joined with their completion and tokenized with the special
+    tokens that the tokenizer adds; chat prompts go through the tokenizer's chat template. Rows are padded on the right
+    and masked by position, so a text may hold the padding token. A text longer than the model reads loses its
+    beginning, with one warning. A text without any token gives None.
+
+    `model`: any `AutoModelForSequenceClassification`, PEFT-wrapped or 4-bit too; it is put into eval mode.
+    `tokenizer`: the model's own. `batch_size`: texts a forward pass.
+    Raises `ValueError` for more than one label, an encoder-decoder, PEFT prompt learning, a tokenizer that is not the
+    model's, and for chat prompts when the tokenizer has no chat template.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, batch_size: int = 16) -> None:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("the reward model uses PEFT prompt learning, which is not supported; LoRA is.")
+        # LoRA layers live inside the base model; the wrapper only hides its attributes.
+        self.model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.tokenizer = tokenizer
+        self.batch_size = batch_size
+        config = self.model.config
+        self.__name__ = (config._name_or_path or type(self.model).__name__).rstrip("/").split("/")[-1]
+        if config.num_labels != 1:
+            raise ValueError(f"reward model {self.__name__!r} has {config.num_labels} labels; num_labels=1 is needed.")
+        if config.is_encoder_decoder:
+            raise ValueError(f"reward model {self.__name__!r} is an encoder-decoder, which is not supported.")
+        limits = (getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
+        self.max_tokens = min(limit for limit in limits if limit is not None)
+        self._warned = False
+
+    def __call__(self, prompts: list, completions: list, **kwargs: Any) -> list[float | None]:
+        """One score a completion, fp32."""
+        ids = [self._token_ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        known = self.model.get_input_embeddings().weight.shape[0]
+        highest = max((token for row in ids for token in row), default=0)
+        if highest >= known:  # on a GPU the lookup would end the process instead
+            raise ValueError(
+                f"reward model {self.__name__!r} embeds {known} tokens but its tokenizer gave id {highest}; "
+                "pass the tokenizer that belongs to the model."
+            )
+        self.model.eval()
+        scores: list[float | None] = [None] * len(ids)
+        by_length = sorted((at for at, row in enumerate(ids) if row), key=lambda at: len(ids[at]))
+        for start in range(0, len(by_length), self.batch_size):
+            batch = by_length[start : start + self.batch_size]
+            for at, score in zip(batch, self._score([ids[at] for at in batch])):
+                scores[at] = score
+        return scores
+
+    def _token_ids(self, prompt: Any, completion: Any) -> list[int]:
+        if isinstance(prompt, str):
+            text, add_special_tokens = prompt + completion_text(completion), True
+        else:
+            text = self._chat_text(prompt, completion)
+            # A template writes its own special tokens, all but the [CLS] and [SEP] of an encoder's tokenizer.
+            cls = self.tokenizer.cls_token
+            add_special_tokens = cls is not None and not text.startswith(cls)
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        starts = {self.tokenizer.bos_token_id, self.tokenizer.cls_token_id} - {None}
+        if len(ids) > 1 and ids[0] == ids[1] and ids[0] in starts:
+            ids = ids[1:]  # the text began with the token that the tokenizer adds
+        if len(ids) > self.max_tokens:
+            ids = self._truncate(ids, keep_first=ids[0] in starts)
+        return ids
+
+    def _chat_text(self, prompt: list[dict[str, Any]], completion: Any) -> str:
+        if not self.tokenizer.chat_template:
+            raise ValueError(
+                f"reward model {self.__name__!r}: prompts are chat messages but its tokenizer has no chat template; "
+                "set tokenizer.chat_template or use text prompts."
+            )
+        answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
+        messages = [{**message, "content": content_text(message.get("content"))} for message in [*prompt, *answer]]
+        return self.tokenizer.apply_chat_template(messages, tokenize=False)
+
+    def _truncate(self, ids: list[int], keep_first: bool) -> list[int]:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"reward model {self.__name__!r} reads at most {self.max_tokens} tokens; a text of {len(ids)} lost its "
+                "beginning (said once).",
+                stacklevel=2,
+            )
+        head = ids[: int(keep_first)]
+        return head + ids[len(ids) - self.max_tokens + len(head) :]
+
+    def _score(self, rows: list[list[int]]) -> list[float]:
+        import torch
+
+        lengths = torch.tensor([len(row) for row in rows])
+        width = int(lengths.max())
+        # The mask alone says what is padding; any id that the model embeds will fill it.
+        input_ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        attention_mask = (torch.arange(width) < lengths[:, None]).long()
+        device = self.model.get_input_embeddings().weight.device
+        inputs = {"input_ids": input_ids.to(device), "attention_mask": attention_mask.to(device)}
+        head = getattr(self.model, "score", None)
+        with torch.no_grad():
+            if head is None:  # an encoder pools at a fixed position
+                return self.model(**inputs).logits[:, 0].float().tolist()
+            # A decoder's own forward looks for the last token by the padding id: wrong when a text may hold it.
+            trunk = getattr(self.model, self.model.base_model_prefix)
+            hidden = trunk(**inputs, use_cache=False).last_hidden_state
+            last = hidden[torch.arange(len(rows), device=hidden.device), (lengths - 1).to(hidden.device)]
+            return head(last.to(next(head.parameters())))[:, 0].float().tolist()
+
+
+def load_reward_model(path: str, batch_size: int = 16, revision: str = "main", **kwargs: Any) -> RewardModel:
+    """A `RewardModel` from a folder or hub id; `kwargs` (dtype, device_map, quantization_config) go to transformers.
+
+    Raises `ValueError` when the checkpoint lacks weights of the classifier: a random head would score noise.
+    """
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    model, info = AutoModelForSequenceClassification.from_pretrained(
+        path, revision=revision, output_loading_info=True, trust_remote_code=False, **kwargs
+    )
+    if info["missing_keys"]:
+        missing = ", ".join(sorted(info["missing_keys"]))
+        raise ValueError(f"reward model {path!r} is not a trained sequence classifier: its checkpoint lacks {missing}.")
+    tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+    return RewardModel(model, tokenizer, batch_size)
+
+
+__all__ = ["RewardModel", "load_reward_model"]

@@ -1,0 +1,104 @@
+"""Reaching inside a causal language model or a sequence classifier: its decoder, its head, what follows the head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def unwrap_peft(model: nn.Module) -> nn.Module:
+    """The transformers model inside a PEFT model, or the model itself."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The decoder without its head. Adapters are injected in place, so they act here too."""
+    inner = unwrap_peft(model)
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"expected a transformers model, found {type(inner).__name__}.")
+    decoder = getattr(inner, inner.base_model_prefix, None)
+    if decoder is None:
+        raise ValueError(f"{type(inner).__name__} has no decoder under `{inner.base_model_prefix}`; it is not supported.")
+    return decoder
+
+
+def hidden_states(decoder: nn.Module, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+    """Last hidden states (R, W, H); no other layer's are kept."""
+    output = decoder(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
+    return output[0]
+
+
+def take_positions(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Hidden states (R, W, H) at `positions` (R, C), flattened to (R * C, H)."""
+    index = positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+    return hidden.gather(1, index).flatten(0, 1)
+
+
+class FullPrecisionHead:
+    """A language-model head as a function from hidden states (N, H) to fp32 logits (N, V).
+
+    The product runs in fp32 also under autocast and for half-precision weights: rounding in the head reaches the
+    probability ratio. What a model's config does after the head (soft-capping, scaling) is applied.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.head = model.get_output_embeddings()
+        if self.head is None:
+            raise ValueError(f"{type(model).__name__} has no output embeddings; a causal language model is needed.")
+        self.after = _after_head(model.config.get_text_config())
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return self.head.out_features
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        with torch.autocast(hidden.device.type, enabled=False):
+            if type(self.head) is nn.Linear:
+                bias = None if self.head.bias is None else self.head.bias.float()
+                logits = nn.functional.linear(hidden.float(), self.head.weight.float(), bias)
+            else:  # an adapter or quantized weights: the module decides, in the precision of its own weights
+                dtype = next((p.dtype for p in self.head.parameters() if p.dtype.is_floating_point), torch.float32)
+                logits = self.head(hidden.to(dtype)).float()
+            return self.after(logits)
+
+
+def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
+    cap = getattr(config, "final_logit_softcapping", None)
+    multiply = getattr(config, "logit_scale", None)
+    divide = getattr(config, "logits_scaling", None)
+
+    def apply(logits: Tensor) -> Tensor:
+        if multiply is not None:
+            logits = logits * multiply
+        if divide is not None:
+            logits = logits / divide
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return apply
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, head: FullPrecisionHead) -> None:
+    """Compare our path to the logits with the model's own on two tokens; a model that does something else is refused."""
+    device = model.get_input_embeddings().weight.device
+    if device.type == "meta":
+        return
+    input_ids = torch.tensor([[0, 1]], device=device)
+    ones = torch.ones_like(input_ids)
+    was_training = model.training
+    model.eval()
+    expected = model(input_ids=input_ids, attention_mask=ones, use_cache=False).logits.float()
+    ours = head(hidden_states(decoder_of(model), input_ids, ones, input_ids))
+    model.train(was_training)
+    scale = expected.abs().max().clamp(min=1e-3)
+    if not torch.allclose(ours.view_as(expected), expected, atol=float(0.05 * scale)):
+        raise ValueError(
+            f"{type(model).__name__} computes its logits in a way this package does not know "
+            f"(difference {float((ours.view_as(expected) - expected).abs().max()):.3g}); it is not supported."
+        )

@@ -1,0 +1,120 @@
+"""Completions from the policy, by transformers' `generate`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+
+from ..records import Rollout
+from .prompts import pad_left
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn. `stop_ids` empty: exactly `response_length` tokens."""
+
+    response_length: int  # tokens
+    temperature: float
+    stop_ids: tuple[int, ...]
+    pad_id: int
+    chunk_rows: int  # completions generated at once
+
+
+def stop_token_ids(stop_token: str | None, stop_token_id: int | None, tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
+    """The ids that end a completion: with `stop_token="eos"` the union of all that anyone calls an end."""
+    ids: list[int] = [] if stop_token_id is None else [stop_token_id]
+    if stop_token == "eos":
+        declared = getattr(generation_config, "eos_token_id", None)
+        declared = [] if declared is None else declared if isinstance(declared, (list, tuple)) else [declared]
+        ids += [tokenizer.eos_token_id, *declared]
+        if not any(stop is not None for stop in ids):
+            raise ValueError("stop_token is 'eos', but neither the tokenizer nor the generation config has an eos token.")
+    return tuple(sorted({int(stop) for stop in ids if stop is not None}))
+
+
+def sample(
+    actor_critic: Any, prompts: Sequence[Sequence[int]], examples: list[dict[str, Any]], index: int, sampling: Sampling, seed: int
+) -> Rollout:
+    """One rollout: a completion for each of B prompts.
+
+    The draw depends on `seed`, the prompts and the weights, never on global random state. Each chunk stops when all its
+    rows have ended.
+    """
+    device = actor_critic.device
+    completions: list[Tensor] = []
+    cuda = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda), _neutral_generation(actor_critic, sampling) as config:
+        torch.manual_seed(seed)
+        for start in range(0, len(prompts), sampling.chunk_rows):
+            ids, mask = pad_left(prompts[start : start + sampling.chunk_rows], sampling.pad_id, device)
+            output = actor_critic.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config)
+            completions.append(output[:, ids.shape[1] :])
+    return _assemble(prompts, completions, examples, index, sampling, device)
+
+
+def _assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:  # noqa: ANN001
+    prompt_ids, prompt_mask = pad_left(prompts, sampling.pad_id, device)
+    width = max(chunk.shape[1] for chunk in completions)
+    ids = torch.cat([_widen(chunk, width, sampling.pad_id) for chunk in completions])
+    generated = torch.cat([_widen(torch.ones_like(chunk), width, 0) for chunk in completions]).bool()
+    mask, finished = completion_mask(ids, generated, sampling.stop_ids)
+    return Rollout(
+        index=index,
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        completion_ids=ids.masked_fill(~mask, sampling.pad_id),
+        completion_mask=mask,
+        finished=finished,
+        examples=examples,
+    )
+
+
+def completion_mask(ids: Tensor, generated: Tensor, stop_ids: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Which of the generated tokens (B, C) count: those up to the first stop token, itself included.
+
+    The rule goes by position: a pad token before the stop is a token like any other, also when pad is eos.
+    Returns the mask (B, C) and whether each row was ended by a stop token (B,).
+    """
+    stops = torch.isin(ids, torch.tensor(list(stop_ids), dtype=ids.dtype, device=ids.device)) & generated
+    before = stops.long().cumsum(1) - stops.long()
+    return generated & (before == 0), stops.any(1)
+
+
+def _widen(ids: Tensor, width: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=value)
+
+
+@contextmanager
+def _neutral_generation(actor_critic: Any, sampling: Sampling) -> Iterator[GenerationConfig]:
+    """A generation config that samples from the plain softmax, while the model's own is set aside.
+
+    `generate` fills what is unset from the model's config (top_p, repetition_penalty, ...); samples would then come
+    from another distribution than the one whose log-probs are trained.
+    """
+    config = GenerationConfig(
+        max_new_tokens=sampling.response_length,
+        do_sample=True,
+        temperature=sampling.temperature,
+        top_k=0,
+        top_p=1.0,
+        eos_token_id=list(sampling.stop_ids) or None,
+        pad_token_id=sampling.pad_id,
+        use_cache=True,
+    )
+    own = copy.copy(actor_critic.generation_config)
+    training = actor_critic.training
+    actor_critic.eval()
+    actor_critic.set_generation_config(config)
+    try:
+        with torch.no_grad():
+            yield config
+    finally:
+        actor_critic.set_generation_config(own)
+        actor_critic.train(training)

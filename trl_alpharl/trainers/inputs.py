@@ -1,0 +1,172 @@
+"""Turning what users pass (names, models, callables) into what the trainer holds. Each check is one line, early."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from peft import PeftConfig, PeftModel, TaskType, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from ..rewards import get_reward
+from ..rewards.model import RewardModel, load_reward_model
+from ..roles.backbone import unwrap_peft
+from ..roles.prepare import is_quantized, refuse_unsupported
+
+
+def load_tokenizer(processing_class: Any, model: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer, loaded by the model's name when none was passed. Image processors are refused."""
+    if processing_class is None:
+        name = model if isinstance(model, str) else getattr(unwrap_peft(model).config, "_name_or_path", "")
+        if not name:
+            raise ValueError("processing_class is missing, and the model has no name to load a tokenizer by.")
+        processing_class = AutoTokenizer.from_pretrained(name)
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"processing_class is a {type(processing_class).__name__}; a tokenizer is needed "
+            "(processors with images are not supported yet)."
+        )
+    return processing_class
+
+
+def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: PeftConfig | None) -> nn.Module:
+    """The policy: a model, or the name of one; wrapped in a fresh adapter when `peft_config` is given."""
+    if isinstance(model, str):
+        kwargs = dict(init_kwargs or {})
+        refuse_unsupported(AutoConfig.from_pretrained(model), "model")
+        kwargs.setdefault("dtype", "float32")
+        model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
+    elif init_kwargs:
+        raise ValueError("model_init_kwargs is set, but model is already loaded; pass its name instead.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; a transformers model or its name is needed.")
+    refuse_unsupported(unwrap_peft(model).config, "model")
+    if peft_config is None:
+        return model
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(f"peft_config is a {type(peft_config).__name__}; a peft.PeftConfig such as LoraConfig is needed.")
+    if isinstance(model, PeftModel):
+        raise ValueError("model is a PeftModel already; pass it without peft_config, or pass its base model.")
+    return get_peft_model(model, peft_config)
+
+
+def prepare_value_model(value_model: nn.Module | None, policy: nn.Module, num_tokens: int) -> nn.Module | None:
+    """A critic with its own weights. A quantized one without an adapter gets one: its packed weights cannot train."""
+    if value_model is None:
+        return None
+    inner = unwrap_peft(value_model)
+    refuse_unsupported(inner.config, "value_model")
+    if getattr(inner.config, "num_labels", 1) != 1:
+        raise ValueError(f"value_model has num_labels={inner.config.num_labels}; a critic needs num_labels=1.")
+    rows = inner.get_input_embeddings().weight.shape[0]
+    if rows < num_tokens:
+        raise ValueError(f"value_model's vocabulary has {rows} tokens, fewer than the tokenizer's {num_tokens}.")
+    if is_quantized(value_model) and not isinstance(value_model, PeftModel):
+        if not isinstance(policy, PeftModel):
+            raise ValueError("value_model is quantized; wrap it with get_peft_model, its packed weights cannot train.")
+        config = copy.deepcopy(policy.peft_config[policy.active_adapters[0]])
+        config.task_type, config.modules_to_save = TaskType.SEQ_CLS, ["score"]
+        return get_peft_model(value_model, config)
+    return value_model
+
+
+def resolve_rewards(reward_funcs: Any, reward_model: Any, processing_classes: Any, tokenizer: Any, policy: Any) -> list[Callable]:
+    """Every reward as a callable with TRL's signature, in order; `reward_model` (TRL 1.12's) comes first."""
+    if reward_funcs is None:
+        reward_funcs = []
+    elif not isinstance(reward_funcs, (list, tuple)):
+        reward_funcs = [reward_funcs]
+    rewards = ([] if reward_model is None else [reward_model]) + list(reward_funcs)
+    if not rewards:
+        raise ValueError("no reward: pass reward_funcs (a function, a name, a model or a list of them) or reward_model.")
+    if not isinstance(processing_classes, (list, tuple)):
+        processing_classes = [processing_classes] * len(rewards)
+    if len(processing_classes) != len(rewards):
+        raise ValueError(f"reward_processing_classes has {len(processing_classes)} entries for {len(rewards)} rewards.")
+    return [_resolve_reward(reward, cls, tokenizer, policy) for reward, cls in zip(rewards, processing_classes)]
+
+
+def _resolve_reward(reward: Any, processing_class: Any, tokenizer: Any, policy: Any) -> Callable:
+    if isinstance(reward, str):
+        try:
+            return get_reward(reward)
+        except ValueError as unknown:
+            try:
+                return load_reward_model(reward)
+            except OSError as error:
+                raise ValueError(f"{unknown} It is no model that loads either: {str(error).splitlines()[0]}") from error
+    if isinstance(reward, nn.Module):
+        if processing_class is None:
+            processing_class = _reward_tokenizer(reward, tokenizer, policy)
+        return RewardModel(reward, processing_class)
+    if not callable(reward):
+        raise TypeError(f"a reward must be a callable, a name or a model, found {type(reward).__name__}.")
+    return reward
+
+
+def _reward_tokenizer(reward_model: Any, tokenizer: Any, policy: Any) -> Any:
+    """The reward model's own tokenizer, by its name; the policy's for a model without a name and with its vocabulary."""
+    config = unwrap_peft(reward_model).config
+    name = getattr(config, "_name_or_path", "")
+    policy_config = unwrap_peft(policy).config
+    if name and name != getattr(policy_config, "_name_or_path", ""):
+        try:
+            return AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"the reward model {name!r} has no tokenizer that loads; pass it in reward_processing_classes."
+            ) from error
+    if config.get_text_config().vocab_size != policy_config.get_text_config().vocab_size:
+        raise ValueError(
+            "the reward model's vocabulary differs from the policy's; pass its tokenizer in reward_processing_classes."
+        )
+    return tokenizer
+
+
+
+def require_dataset(dataset: Any, name: str) -> None:
+    """Raise one line unless `dataset` is a map-style dataset with rows."""
+    if dataset is None:
+        raise ValueError(f"{name} is required: rows with `prompt` or `input_ids`.")
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise TypeError(f"{name} is a {type(dataset).__name__} without a length; streamed datasets are not supported.")
+    if len(dataset) == 0:
+        raise ValueError(f"{name} has no rows.")
+
+
+def check_datasets(prompts: Any, train_dataset: Any, eval_dataset: Any) -> None:
+    """Check the first row of every dataset."""
+    named = {"train_dataset": train_dataset}
+    if isinstance(eval_dataset, dict):
+        named |= {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
+    elif eval_dataset is not None:
+        named["eval_dataset"] = eval_dataset
+    for name, dataset in named.items():
+        require_dataset(dataset, name)
+        prompts.check(dict(dataset[0]), name)
+
+
+def check_optimizer(optimizer: Any, actor_critic: Any) -> None:
+    """Let an optimizer that a script passed know the value head, which is made after it."""
+    if optimizer is None:
+        return
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trainable = {id(parameter) for parameter in actor_critic.parameters() if parameter.requires_grad}
+    if not known & trainable:
+        raise ValueError("optimizers: none of the optimizer's parameters learn; build it from the adapter's parameters.")
+    new = [parameter for parameter in actor_critic.critic_parameters() if id(parameter) not in known]
+    if new:
+        optimizer.add_param_group({"params": new})
+
+
+def split_critic_groups(optimizer: Any, critic: list[nn.Parameter], learning_rate: float) -> None:
+    """Move the critic's own parameters into groups with their own learning rate."""
+    own = {id(parameter) for parameter in critic}
+    for group in list(optimizer.param_groups):
+        moved = [parameter for parameter in group["params"] if id(parameter) in own]
+        if moved:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+            rest = {name: value for name, value in group.items() if name != "params"}
+            optimizer.add_param_group({**rest, "params": moved, "lr": learning_rate, "initial_lr": learning_rate})
