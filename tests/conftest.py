@@ -99,7 +99,7 @@ def count_word(prompts: list, completions: list, **kwargs: Any) -> list[float]:
 
 @pytest.fixture
 def config(tmp_path) -> Callable:
-    """A factory of the tiny set-up's PPOConfig: a rollout of 8, micro-batches of 2, 2 PPO epochs, 6 new tokens, fp32."""
+    """A factory of the tiny set-up's PPOConfig: a rollout of 8, micro-batches of 2, 2 epochs, 6 tokens, fp32."""
     from trl_alpharl import PPOConfig
 
     def make(**changes: Any):

@@ -1,4 +1,4 @@
-"""The only door to TRL. A name that a TRL release moved away fails here, at import, with the name and the tested range."""
+"""The only door to TRL. A name that a release moved away fails here, at import, with the tested range."""
 
 from __future__ import annotations
 

@@ -47,11 +47,17 @@ class PPOKnobs:
 
     # Reward
     reward_weights: list[float] | None = _knob(None, "Weight of each reward, in order. None: 1 each.")
-    missing_eos_penalty: float | None = _knob(None, "Subtracted from the score of a completion that no stop token ended.")
+    missing_eos_penalty: float | None = _knob(
+        None, "Subtracted from the score of a completion that no stop token ended."
+    )
     whiten_rewards: bool = _knob(False, "Scale token rewards to unit variance before advantages.")
     kl_coef: float = _knob(0.05, "Coefficient of the KL penalty in the token rewards; its start value with kl_target.")
-    kl_estimator: Literal["k1", "k2", "k3"] = _knob("k1", "KL estimator: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r.")
-    kl_target: float | None = _knob(None, "Adapt kl_coef so that the KL per completion, in nats, stays near this. None: fixed.")
+    kl_estimator: Literal["k1", "k2", "k3"] = _knob(
+        "k1", "KL estimator: k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r."
+    )
+    kl_target: float | None = _knob(
+        None, "Adapt kl_coef so that the KL per completion, in nats, stays near this. None: fixed."
+    )
     kl_horizon: int = _knob(10_000, "Episodes over which the adaptive kl_coef reacts; smaller is faster.")
 
     # PPO
@@ -59,7 +65,9 @@ class PPOKnobs:
     lam: float = _knob(0.95, "GAE lambda of the advantages.")
     lam_critic: float | None = _knob(None, "GAE lambda of the value targets. None: the same as lam.")
     cliprange: float = _knob(0.2, "Clip range of the probability ratio.")
-    cliprange_high: float | None = _knob(None, "Upper clip range of the ratio (clip-higher). None: the same as cliprange.")
+    cliprange_high: float | None = _knob(
+        None, "Upper clip range of the ratio (clip-higher). None: the same as cliprange."
+    )
     cliprange_value: float = _knob(0.2, "Clip range of the value around its rollout estimate.")
     vf_coef: float = _knob(0.1, "Weight of the value loss.")
 
@@ -70,7 +78,9 @@ class PPOKnobs:
     )
     critic_detach: bool = _knob(False, "With critic=shared: value gradients train the head alone, not the trunk.")
     model_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the policy. None: the active one.")
-    ref_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the reference. None: chosen by the trainer.")
+    ref_adapter_name: str | None = _knob(
+        None, "Which adapter of a PEFT model is the reference. None: chosen by the trainer."
+    )
 
     model_init_kwargs: dict | None = _knob(None, "Arguments of from_pretrained when the model is passed by name.")
 
@@ -87,11 +97,14 @@ class ScriptKnobs:
 
     method: Literal["ppo"] = _knob("ppo", "The trainer.")
     dataset_name: str | None = _knob(
-        None, "Hub id, local folder or JSON/JSONL/CSV/Parquet file with a 'prompt' column; 'builtin' is the embedded one."
+        None,
+        "Hub id, local folder or JSON/JSONL/CSV/Parquet file with a 'prompt' column; 'builtin' is the embedded one.",
     )
     dataset_config: str | None = _knob(None, "Configuration of a hub dataset.")
     dataset_train_split: str = _knob("train", "Split to train on.")
     dataset_test_split: str | None = _knob(None, "Split to evaluate on. None: rows held out from the train split.")
     eval_rows: int = _knob(64, "Rows held out for the before/after score when no test split is named.")
-    reward_funcs: list[str] | None = _knob(None, "Rewards by name (trl-alpharl rewards lists them), module.function, or classifier path.")
+    reward_funcs: list[str] | None = _knob(
+        None, "Rewards by name (trl-alpharl rewards lists them), module.function, or classifier path."
+    )
     sample_rows: int = _knob(5, "Completions shown in the before/after table.")

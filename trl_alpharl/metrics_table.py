@@ -21,7 +21,9 @@ METRICS: dict[str, Metric] = {
     "episode": Metric("completions sampled so far, over all processes", "completions"),
     "lr": Metric("learning rate of the first parameter group", ""),
     "objective/scores": Metric("mean score of a completion, penalties included", "reward"),
-    "objective/kl": Metric("KL to the reference summed over a completion, by kl_estimator, mean over completions", "nats"),
+    "objective/kl": Metric(
+        "KL to the reference summed over a completion, by kl_estimator, mean over completions", "nats"
+    ),
     "objective/entropy": Metric("minus the log-prob of the sampled tokens, summed over a completion, mean", "nats"),
     "objective/non_score_reward": Metric("KL penalty summed over a completion, mean over completions", "reward"),
     "objective/rlhf_reward": Metric("objective/scores + objective/non_score_reward", "reward"),
@@ -44,7 +46,9 @@ METRICS: dict[str, Metric] = {
     "time/rollout_s": Metric("seconds to generate a rollout", "s"),
     "time/score_s": Metric("seconds for rewards and the scoring pass of a rollout", "s"),
     "time/update_s": Metric("seconds in the optimizer steps of a rollout", "s"),
-    "response_tokens_per_s": Metric("completion tokens of a rollout over its rollout, score and update seconds", "tokens/s"),
+    "response_tokens_per_s": Metric(
+        "completion tokens of a rollout over its rollout, score and update seconds", "tokens/s"
+    ),
     "memory/peak_bytes": Metric("peak device memory (CUDA) or resident memory of the process (CPU)", "bytes"),
 }
 

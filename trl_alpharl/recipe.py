@@ -121,7 +121,9 @@ def _compose(text: str, prefix: str = "") -> yaml.Node | None:
     try:
         return yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        raise ValueProblem(f"{prefix}not valid YAML: {error.problem}", yaml.ScalarNode("", "", error.problem_mark)) from error
+        raise ValueProblem(
+            f"{prefix}not valid YAML: {error.problem}", yaml.ScalarNode("", "", error.problem_mark)
+        ) from error
     except yaml.reader.ReaderError as error:
         raise ValueProblem(f"{prefix}not valid YAML: {error.reason}", yaml.ScalarNode("", "")) from error
 

@@ -68,6 +68,8 @@ def test_neither_column_is_an_error():
         exact_match(["4"], question=["2+2"])
 
 
-@pytest.mark.parametrize("text", ["9" * 100_000, "1," * 50_000, "<answer>" * 20_000, r"\boxed{" * 20_000, "####" * 30_000])
+@pytest.mark.parametrize(
+    "text", ["9" * 100_000, "1," * 50_000, "<answer>" * 20_000, r"\boxed{" * 20_000, "####" * 30_000]
+)
 def test_repetitive_text_is_read_in_linear_time(text):  # a quadratic search would hang here for minutes
     assert reward(text, "42") == 0.0

@@ -110,7 +110,9 @@ def test_case_20_the_whole_text_is_tokenized_again():
     merged, in_two_parts = one_by_one(model, [[0, *ids_of("xab")], [0, *ids_of("xa"), *ids_of("b")]])
     assert merged != pytest.approx(in_two_parts, abs=1e-4)
     ids_of_the_policy = [ids_of("b")]
-    assert reward(prompts=["xa"], completions=["b"], completion_ids=ids_of_the_policy) == pytest.approx([merged], abs=1e-5)
+    assert reward(prompts=["xa"], completions=["b"], completion_ids=ids_of_the_policy) == pytest.approx(
+        [merged], abs=1e-5
+    )
 
 
 def test_case_10_a_text_that_ends_in_the_padding_token_is_read_at_its_end():
@@ -126,7 +128,11 @@ def test_case_22_chat_goes_through_the_reward_tokenizers_own_template_and_vocabu
     model = llama()
     reward = RewardModel(model, letter_tokenizer(chat_template=TEMPLATE))
     prompt = [{"role": "user", "content": "hi"}]
-    answers = ["yo", [{"role": "assistant", "content": "yo"}], [{"role": "assistant", "content": [{"type": "text", "text": "yo"}]}]]
+    answers = [
+        "yo",
+        [{"role": "assistant", "content": "yo"}],
+        [{"role": "assistant", "content": [{"type": "text", "text": "yo"}]}],
+    ]
     (expected,) = one_by_one(model, [[0, *ids_of("user:hi</s>assistant:yo</s>")]])
     ids_beyond_the_reward_vocabulary = [[90_000]] * 3
     scores = reward(prompts=[prompt] * 3, completions=answers, completion_ids=ids_beyond_the_reward_vocabulary)
@@ -196,7 +202,9 @@ def test_dropout_is_off_and_no_graph_is_kept():
 
 
 def test_peft_wrapped_model():
-    model = get_peft_model(llama(), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], r=2, init_lora_weights=False))
+    model = get_peft_model(
+        llama(), LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], r=2, init_lora_weights=False)
+    )
     reward = RewardModel(model, letter_tokenizer())
     expected = one_by_one(model.get_base_model(), [[0, *ids_of(p + c)] for p, c in zip(PROMPTS, COMPLETIONS)])
     assert reward(PROMPTS, COMPLETIONS) == pytest.approx(expected, abs=1e-5)
@@ -221,7 +229,10 @@ def test_trunk_in_bf16_with_a_head_in_fp32():
             ),
             "encoder-decoder",
         ),
-        (lambda: get_peft_model(llama(), PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)), "prompt learning"),
+        (
+            lambda: get_peft_model(llama(), PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)),
+            "prompt learning",
+        ),
     ],
 )
 def test_unfit_models_are_one_line(model, message):
@@ -246,11 +257,37 @@ def test_saved_and_loaded_by_folder(tmp_path):
     assert loaded(PROMPTS, COMPLETIONS) == pytest.approx(RewardModel(model, tokenizer)(PROMPTS, COMPLETIONS), abs=1e-6)
 
 
-def test_a_checkpoint_without_a_trained_head_is_refused(tmp_path):
-    LlamaForCausalLM(LlamaConfig(vocab_size=40, num_labels=1, **SIZES)).save_pretrained(tmp_path)
+def test_checkpoints_without_a_trained_head_are_refused(tmp_path):
     letter_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"not a trained sequence classifier: its checkpoint lacks score\.weight"):
+    causal = LlamaForCausalLM(LlamaConfig(vocab_size=40, num_labels=1, **SIZES))
+    causal.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"without fitting score\.weight; a trained classifier with one label"):
         load_reward_model(str(tmp_path))
+    adapter = get_peft_model(
+        LlamaForCausalLM.from_pretrained(tmp_path), LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], r=2)
+    )
+    adapter.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="an adapter with task_type CAUSAL_LM; a trained classifier"):
+        load_reward_model(str(tmp_path / "adapter"))
+    llama(num_labels=2).save_pretrained(tmp_path / "two")
+    with pytest.raises(ValueError, match=r"without fitting score\.weight; a trained classifier with one label"):
+        load_reward_model(str(tmp_path / "two"))
+
+
+def test_an_adapter_folder_loads_with_its_head(tmp_path):
+    tokenizer = letter_tokenizer()
+    LlamaForCausalLM(LlamaConfig(vocab_size=40, **SIZES)).save_pretrained(tmp_path)
+    base = LlamaForSequenceClassification.from_pretrained(tmp_path, num_labels=1)
+    adapter = get_peft_model(
+        base, LoraConfig(task_type="SEQ_CLS", target_modules=["q_proj"], r=2, init_lora_weights=False)
+    )
+    adapter.save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    loaded = load_reward_model(str(tmp_path / "adapter"))
+    assert loaded.__name__ == "adapter"
+    assert loaded(PROMPTS, COMPLETIONS) == pytest.approx(
+        RewardModel(adapter, tokenizer)(PROMPTS, COMPLETIONS), abs=1e-6
+    )
 
 
 def test_nf4_model(tmp_path):

@@ -29,7 +29,9 @@ def test_every_entry_is_a_reward_function(name):
 
 
 def test_dotted_name_of_a_module_in_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "own_rewards_for_test.py").write_text("def short(completions, **kwargs):\n    return [0.0]\n\nlimit = 3\n")
+    (tmp_path / "own_rewards_for_test.py").write_text(
+        "def short(completions, **kwargs):\n    return [0.0]\n\nlimit = 3\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     assert get_reward("own_rewards_for_test.short")(completions=["x"]) == [0.0]
@@ -37,7 +39,9 @@ def test_dotted_name_of_a_module_in_the_working_directory(tmp_path, monkeypatch)
         get_reward("own_rewards_for_test.limit")
 
 
-@pytest.mark.parametrize("name", ["exact_macth", "no_such_module.reward", "trl_alpharl.rewards.text.nothing", "", ".reward"])
+@pytest.mark.parametrize(
+    "name", ["exact_macth", "no_such_module.reward", "trl_alpharl.rewards.text.nothing", "", ".reward"]
+)
 def test_unknown_name_is_one_line_with_the_list(name):
     with pytest.raises(ValueError) as error:
         get_reward(name)

@@ -116,7 +116,9 @@ def test_columns_and_extras_reach_functions():
     assert seen["level"] == ["easy", "hard"] and seen["completion_ids"] == [[1], [1, 1]]
 
 
-@pytest.mark.parametrize("signature", ["completions, answer", "completions, answer, **kwargs", "completions, *, answer"])
+@pytest.mark.parametrize(
+    "signature", ["completions, answer", "completions, answer, **kwargs", "completions, *, answer"]
+)
 def test_missing_column_names_function_column_and_what_is_there(signature):
     namespace = {}
     exec(f"def grade({signature}):\n    return [0.0] * len(completions)", namespace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,7 +36,9 @@ def draw_curve(log_history: Sequence[dict[str, Any]], path: str | os.PathLike[st
     figure = Figure(figsize=(7.5, 6.6), dpi=150, layout="constrained")
     axes = figure.subplots(len(_PANELS), 1, sharex=True)
     for axis, panel in zip(axes, _PANELS, strict=True):
-        points = [(entry["episode"], entry[panel.key]) for entry in log_history if {"episode", panel.key} <= entry.keys()]
+        points = [
+            (entry["episode"], entry[panel.key]) for entry in log_history if {"episode", panel.key} <= entry.keys()
+        ]
         _draw_panel(axis, panel, points)
     axes[-1].set_xlim(left=0)
     axes[-1].set_xlabel("episodes (completions sampled)")
@@ -62,6 +65,9 @@ def _draw_panel(axis: Any, panel: _Panel, points: list[tuple[float, float]]) -> 
 
 
 def _running_mean(values: Sequence[float], width: int) -> list[float]:
-    """The mean of each value and up to `width - 1` before it."""
-    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
+    """The mean of each value and up to `width - 1` before it; values that are not finite are left out."""
+    means = []
+    for end in range(1, len(values) + 1):
+        window = [value for value in values[max(0, end - width) : end] if math.isfinite(value)]
+        means.append(sum(window) / len(window) if window else math.nan)
+    return means

@@ -72,4 +72,4 @@ def _text(text: str, style: str = "") -> Text:
 
 
 def _score(score: float | None, style: str = "") -> Text:
-    return Text("–" if score is None else f"{score:.2f}", style)
+    return Text("-" if score is None else f"{score:.2f}", style)

@@ -31,7 +31,7 @@ class RewardModel:
         self.tokenizer = tokenizer
         self.batch_size = batch_size
         config = self.model.config
-        self.__name__ = (config._name_or_path or type(self.model).__name__).rstrip("/").split("/")[-1]
+        self.__name__ = _last_part(config._name_or_path or type(self.model).__name__)
         if config.num_labels != 1:
             raise ValueError(f"reward model {self.__name__!r} has {config.num_labels} labels; num_labels=1 is needed.")
         if config.is_encoder_decoder:
@@ -118,20 +118,38 @@ class RewardModel:
 
 
 def load_reward_model(path: str, batch_size: int = 16, revision: str = "main", **kwargs: Any) -> RewardModel:
-    """A `RewardModel` from a folder or hub id; `kwargs` (dtype, device_map, quantization_config) go to transformers.
+    """A `RewardModel` from a folder or hub id of a model or a PEFT adapter.
 
-    Raises `ValueError` when the checkpoint lacks weights of the classifier: a random head would score noise.
+    `kwargs` (dtype, device_map, quantization_config) go to transformers.
+    Raises `ValueError` when the checkpoint has no one-label head: a random head would score noise.
     """
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     model, info = AutoModelForSequenceClassification.from_pretrained(
-        path, revision=revision, output_loading_info=True, trust_remote_code=False, **kwargs
+        path,
+        revision=revision,
+        num_labels=1,
+        ignore_mismatched_sizes=True,  # reported below instead
+        output_loading_info=True,
+        trust_remote_code=False,
+        **kwargs,
     )
-    if info["missing_keys"]:
-        missing = ", ".join(sorted(info["missing_keys"]))
-        raise ValueError(f"reward model {path!r} is not a trained sequence classifier: its checkpoint lacks {missing}.")
+    lacking = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+    what = f"without fitting {', '.join(sorted(lacking))}" if lacking else ""
+    # After an adapter's weights transformers reports those alone, and a random head of the base goes unsaid.
+    for adapter in getattr(model, "peft_config", {}).values():
+        if adapter.task_type != "SEQ_CLS":
+            what = f"an adapter with task_type {adapter.task_type}"
+    if what:
+        raise ValueError(f"reward model {path!r} is {what}; a trained classifier with one label (SEQ_CLS) is needed.")
     tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-    return RewardModel(model, tokenizer, batch_size)
+    reward = RewardModel(model, tokenizer, batch_size)
+    reward.__name__ = _last_part(path)  # an adapter's model calls itself after its base
+    return reward
+
+
+def _last_part(path: str) -> str:
+    return path.rstrip("/").split("/")[-1]
 
 
 __all__ = ["RewardModel", "load_reward_model"]

@@ -29,11 +29,15 @@ Wanted = Literal["policy+value", "policy", "value"]
 class ActorCritic(nn.Module):
     """Policy, reference and critic.
 
-    | role | LoRA policy | full-parameter policy |
-    |---|---|---|
-    | policy | its adapter | the model |
-    | reference | adapters off; a frozen copy of the adapter when it came trained; `reference` when passed | a frozen copy, or `reference` |
-    | critic | `shared`: a head on the policy's trunk; `adapter`: an adapter and a head; or `value_model` | `shared`, or `value_model` |
+    | role      | LoRA policy                                              | full-parameter policy |
+    |-----------|----------------------------------------------------------|-----------------------|
+    | policy    | its adapter                                              | the model             |
+    | reference | adapters off, or a frozen copy of an adapter that came   | a frozen copy of the  |
+    |           | trained                                                  | model                 |
+    | critic    | `shared`: a head on the policy's trunk; `adapter`: an    | `shared`              |
+    |           | adapter and a head of its own                            |                       |
+
+    A `reference` or a `value_model` that is passed takes the role instead.
 
     Training goes through `forward`, so that DDP's hooks fire. `forward` and `score` answer for completion tokens only;
     logits of all positions never exist.
@@ -73,7 +77,9 @@ class ActorCritic(nn.Module):
         self.adapters: dict[str, str | None] = {"policy": None, "reference": None, "critic": None}
         if not isinstance(self.policy, PeftModel):
             if is_quantized(self.policy):
-                raise ValueError("model is quantized, so its weights cannot train; pass peft_config (or use_peft: true).")
+                raise ValueError(
+                    "model is quantized, so its weights cannot train; pass peft_config (or use_peft: true)."
+                )
             if self.critic == "adapter":
                 raise ValueError("critic='adapter' needs a LoRA policy; pass peft_config, or use critic='shared'.")
         else:
@@ -104,7 +110,9 @@ class ActorCritic(nn.Module):
             nn.init.zeros_(self.value_head.weight)  # first values are 0 and the first value step leaves the trunk alone
             self.value_head.to(inner.get_input_embeddings().weight.device)
         elif not isinstance(getattr(unwrap_peft(self.value_model), "score", None), nn.Module):
-            raise ValueError("value_model has no `score` head; load it with AutoModelForSequenceClassification, num_labels=1.")
+            raise ValueError(
+                "value_model has no `score` head; load it with AutoModelForSequenceClassification, num_labels=1."
+            )
 
     # Statistics of completion tokens
 
@@ -140,7 +148,12 @@ class ActorCritic(nn.Module):
     def score(self, chunk: TokenChunk, temperature: float) -> tuple[TokenStats, Tensor]:
         """What every role says about a chunk: the policy's statistics and the reference's log-probs (R, C)."""
         stats = self.forward(
-            chunk.input_ids, chunk.attention_mask, chunk.position_ids, chunk.predict_at, chunk.completion_ids, temperature
+            chunk.input_ids,
+            chunk.attention_mask,
+            chunk.position_ids,
+            chunk.predict_at,
+            chunk.completion_ids,
+            temperature,
         )
         return stats, self.reference_logps(chunk, temperature)
 
@@ -234,7 +247,10 @@ class ActorCritic(nn.Module):
         return getattr(unwrap_peft(self.policy), "model_tags", None)
 
     def activation_checkpointing_enable(
-        self, activation_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1, offload: bool = False
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
     ) -> None:
         """Recompute activations in the backward pass, each layer in the role it had in the forward.
 
@@ -242,11 +258,17 @@ class ActorCritic(nn.Module):
         """
         kwargs = dict(activation_checkpointing_kwargs or {})
         if kwargs.get("use_reentrant"):
-            raise ValueError("gradient_checkpointing_kwargs.use_reentrant: true is not supported; the roles need false.")
+            raise ValueError(
+                "gradient_checkpointing_kwargs.use_reentrant: true is not supported; the roles need false."
+            )
         if "context_fn" in kwargs:
-            raise ValueError("gradient_checkpointing_kwargs.context_fn (selective checkpointing) is not supported here.")
+            raise ValueError(
+                "gradient_checkpointing_kwargs.context_fn (selective checkpointing) is not supported here."
+            )
         kwargs["use_reentrant"] = False
-        _enable(unwrap_peft(self.policy), {**kwargs, "context_fn": self.switch.checkpoint_contexts}, every_n_layers, offload)
+        _enable(
+            unwrap_peft(self.policy), {**kwargs, "context_fn": self.switch.checkpoint_contexts}, every_n_layers, offload
+        )
         if self.value_model is not None:
             _enable(unwrap_peft(self.value_model), kwargs, every_n_layers, offload)
 
@@ -255,11 +277,16 @@ class ActorCritic(nn.Module):
         for model in (self.policy, self.value_model):
             if model is not None:
                 inner = unwrap_peft(model)
-                disable = getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable
+                disable = (
+                    getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable
+                )
                 disable()
 
     def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, every_n_layers: int = 1, offload: bool = False
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
     ) -> None:
         """The older name of `activation_checkpointing_enable`."""
         self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)

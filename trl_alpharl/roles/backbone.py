@@ -23,7 +23,9 @@ def decoder_of(model: nn.Module) -> nn.Module:
         raise TypeError(f"expected a transformers model, found {type(inner).__name__}.")
     decoder = getattr(inner, inner.base_model_prefix, None)
     if decoder is None:
-        raise ValueError(f"{type(inner).__name__} has no decoder under `{inner.base_model_prefix}`; it is not supported.")
+        raise ValueError(
+            f"{type(inner).__name__} has no decoder under `{inner.base_model_prefix}`; it is not supported."
+        )
     return decoder
 
 
@@ -85,7 +87,7 @@ def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, head: FullPrecisionHead) -> None:
-    """Compare our path to the logits with the model's own on two tokens; a model that does something else is refused."""
+    """Compare our path to the logits with the model's own on two tokens; another result is refused."""
     device = model.get_input_embeddings().weight.device
     if device.type == "meta":
         return

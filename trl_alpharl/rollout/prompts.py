@@ -51,9 +51,9 @@ class PromptTokenizer:
         """Raise one line if a dataset's rows cannot be read."""
         if "prompt" not in example and "input_ids" not in example:
             raise ValueError(f"{name} needs a `prompt` or an `input_ids` column; it has {sorted(example)}.")
-        if "prompt" in example and "input_ids" not in example and is_conversational({"prompt": example["prompt"]}):
-            if getattr(self.tokenizer, "chat_template", None) is None:
-                raise ValueError(f"{name}.prompt holds chat turns, but the tokenizer has no chat template.")
+        chat = "input_ids" not in example and is_conversational({"prompt": example["prompt"]})
+        if chat and getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError(f"{name}.prompt holds chat turns, but the tokenizer has no chat template.")
 
     def __call__(self, examples: Sequence[dict[str, Any]]) -> list[list[int]]:
         """Token ids of each row's prompt, without padding."""
@@ -63,7 +63,9 @@ class PromptTokenizer:
             rows = [self._tokenize(example) for example in examples]
         for example, ids in zip(examples, rows):
             if not ids:
-                raise ValueError(f"a prompt has no tokens: {str(example.get('prompt', example.get('input_ids')))[:80]!r}.")
+                raise ValueError(
+                    f"a prompt has no tokens: {str(example.get('prompt', example.get('input_ids')))[:80]!r}."
+                )
         return rows
 
     def _collated(self, examples: Sequence[dict[str, Any]]) -> list[list[int]]:

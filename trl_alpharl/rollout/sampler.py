@@ -27,7 +27,9 @@ class Sampling:
     chunk_rows: int  # completions generated at once
 
 
-def stop_token_ids(stop_token: str | None, stop_token_id: int | None, tokenizer: Any, generation_config: Any) -> tuple[int, ...]:
+def stop_token_ids(
+    stop_token: str | None, stop_token_id: int | None, tokenizer: Any, generation_config: Any
+) -> tuple[int, ...]:
     """The ids that end a completion: with `stop_token="eos"` the union of all that anyone calls an end."""
     ids: list[int] = [] if stop_token_id is None else [stop_token_id]
     if stop_token == "eos":
@@ -35,12 +37,19 @@ def stop_token_ids(stop_token: str | None, stop_token_id: int | None, tokenizer:
         declared = [] if declared is None else declared if isinstance(declared, (list, tuple)) else [declared]
         ids += [tokenizer.eos_token_id, *declared]
         if not any(stop is not None for stop in ids):
-            raise ValueError("stop_token is 'eos', but neither the tokenizer nor the generation config has an eos token.")
+            raise ValueError(
+                "stop_token is 'eos', but neither the tokenizer nor the generation config has an eos token."
+            )
     return tuple(sorted({int(stop) for stop in ids if stop is not None}))
 
 
 def sample(
-    actor_critic: Any, prompts: Sequence[Sequence[int]], examples: list[dict[str, Any]], index: int, sampling: Sampling, seed: int
+    actor_critic: Any,
+    prompts: Sequence[Sequence[int]],
+    examples: list[dict[str, Any]],
+    index: int,
+    sampling: Sampling,
+    seed: int,
 ) -> Rollout:
     """One rollout: a completion for each of B prompts.
 
@@ -59,7 +68,7 @@ def sample(
     return _assemble(prompts, completions, examples, index, sampling, device)
 
 
-def _assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:  # noqa: ANN001
+def _assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:
     prompt_ids, prompt_mask = pad_left(prompts, sampling.pad_id, device)
     width = max(chunk.shape[1] for chunk in completions)
     ids = torch.cat([_widen(chunk, width, sampling.pad_id) for chunk in completions])

@@ -96,4 +96,3 @@ def score_rollout(roles: Roles, rollout: Rollout, plan: ChunkPlan, temperature: 
             output[index, : kept.shape[1]] = kept.to(output.dtype)
     logps, entropies, values, reference = outputs
     return TokenStats(logps, entropies, values), reference
-

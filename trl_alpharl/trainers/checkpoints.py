@@ -106,7 +106,9 @@ class CheckpointMixin:
 
     def _write_manifest(self, checkpoint: Path) -> None:
         files = {
-            str(path.relative_to(checkpoint)): path.stat().st_size for path in sorted(checkpoint.rglob("*")) if path.is_file()
+            str(path.relative_to(checkpoint)): path.stat().st_size
+            for path in sorted(checkpoint.rglob("*"))
+            if path.is_file()
         }
         manifest = {"format": 1, "trl_alpharl": __version__, "step": self.state.global_step, "files": files}
         (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1))
@@ -118,7 +120,9 @@ class CheckpointMixin:
         self._load_weights(checkpoint)
         controllers = checkpoint / _rank_file(CONTROLLERS, self.args)
         if not controllers.is_file():
-            raise ValueError(f"{checkpoint} has no {controllers.name}; it was saved with save_only_model or by more processes.")
+            raise ValueError(
+                f"{checkpoint} has no {controllers.name}; it was saved with save_only_model or by more processes."
+            )
         state = json.loads(controllers.read_text())
         for name, controller in self._controllers().items():
             controller.load_state_dict(state[name])

@@ -115,7 +115,9 @@ class EvaluationMixin:
 
             if wandb.run is not None:
                 columns = list(table[0])
-                wandb.log({"completions": wandb.Table(columns=columns, data=[[row[c] for c in columns] for row in table])})
+                wandb.log(
+                    {"completions": wandb.Table(columns=columns, data=[[row[c] for c in columns] for row in table])}
+                )
 
     def _sample_table_due(self) -> bool:
         """Whether the rollout that just ended is one after which a table is printed."""
@@ -132,5 +134,3 @@ def as_text(message: Any) -> str:
     if isinstance(message, str):
         return message
     return "\n".join(f"{turn['role']}: {turn['content']}" for turn in message)
-
-

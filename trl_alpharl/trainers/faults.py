@@ -22,10 +22,12 @@ class FaultCounter:
         self.in_a_row = 0
 
     def record(self, cause: str, steps: int) -> None:
-        """A fault that costs `steps` optimizer steps. Raises FloatingPointError, naming the cause, at the third in a row."""
+        """A fault that costs `steps` optimizer steps. The third in a row raises FloatingPointError with the cause."""
         self.skipped_steps += steps
         self.in_a_row += 1
-        logger.warning(f"skipping {steps} optimizer step(s): {cause} is not finite. Weights and optimizer are unchanged.")
+        logger.warning(
+            f"skipping {steps} optimizer step(s): {cause} is not finite. Weights and optimizer are unchanged."
+        )
         if self.in_a_row >= MOST_IN_A_ROW:
             raise FloatingPointError(f"stopped after {self.in_a_row} faults in a row: {cause} is not finite.")
 

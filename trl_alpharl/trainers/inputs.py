@@ -46,7 +46,9 @@ def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: Pef
     if peft_config is None:
         return model
     if not isinstance(peft_config, PeftConfig):
-        raise TypeError(f"peft_config is a {type(peft_config).__name__}; a peft.PeftConfig such as LoraConfig is needed.")
+        raise TypeError(
+            f"peft_config is a {type(peft_config).__name__}; a peft.PeftConfig such as LoraConfig is needed."
+        )
     if isinstance(model, PeftModel):
         raise ValueError("model is a PeftModel already; pass it without peft_config, or pass its base model.")
     return get_peft_model(model, peft_config)
@@ -72,7 +74,9 @@ def prepare_value_model(value_model: nn.Module | None, policy: nn.Module, num_to
     return value_model
 
 
-def resolve_rewards(reward_funcs: Any, reward_model: Any, processing_classes: Any, tokenizer: Any, policy: Any) -> list[Callable]:
+def resolve_rewards(
+    reward_funcs: Any, reward_model: Any, processing_classes: Any, tokenizer: Any, policy: Any
+) -> list[Callable]:
     """Every reward as a callable with TRL's signature, in order; `reward_model` (TRL 1.12's) comes first."""
     if reward_funcs is None:
         reward_funcs = []
@@ -80,7 +84,9 @@ def resolve_rewards(reward_funcs: Any, reward_model: Any, processing_classes: An
         reward_funcs = [reward_funcs]
     rewards = ([] if reward_model is None else [reward_model]) + list(reward_funcs)
     if not rewards:
-        raise ValueError("no reward: pass reward_funcs (a function, a name, a model or a list of them) or reward_model.")
+        raise ValueError(
+            "no reward: pass reward_funcs (a function, a name, a model or a list of them) or reward_model."
+        )
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(rewards)
     if len(processing_classes) != len(rewards):
@@ -107,7 +113,7 @@ def _resolve_reward(reward: Any, processing_class: Any, tokenizer: Any, policy: 
 
 
 def _reward_tokenizer(reward_model: Any, tokenizer: Any, policy: Any) -> Any:
-    """The reward model's own tokenizer, by its name; the policy's for a model without a name and with its vocabulary."""
+    """The reward model's own tokenizer, by its name; the policy's for a nameless model with its vocabulary."""
     config = unwrap_peft(reward_model).config
     name = getattr(config, "_name_or_path", "")
     policy_config = unwrap_peft(policy).config
@@ -123,7 +129,6 @@ def _reward_tokenizer(reward_model: Any, tokenizer: Any, policy: Any) -> Any:
             "the reward model's vocabulary differs from the policy's; pass its tokenizer in reward_processing_classes."
         )
     return tokenizer
-
 
 
 def require_dataset(dataset: Any, name: str) -> None:
@@ -155,7 +160,9 @@ def check_optimizer(optimizer: Any, actor_critic: Any) -> None:
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trainable = {id(parameter) for parameter in actor_critic.parameters() if parameter.requires_grad}
     if not known & trainable:
-        raise ValueError("optimizers: none of the optimizer's parameters learn; build it from the adapter's parameters.")
+        raise ValueError(
+            "optimizers: none of the optimizer's parameters learn; build it from the adapter's parameters."
+        )
     new = [parameter for parameter in actor_critic.critic_parameters() if id(parameter) not in known]
     if new:
         optimizer.add_param_group({"params": new})

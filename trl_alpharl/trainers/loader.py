@@ -55,7 +55,9 @@ def take_rows(dataset: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
     return [dict(dataset[int(row)]) for row in rows]
 
 
-def mini_batches(local_batch_size: int, num_mini_batches: int, epochs: int, seed: Sequence[int]) -> list[list[list[int]]]:
+def mini_batches(
+    local_batch_size: int, num_mini_batches: int, epochs: int, seed: Sequence[int]
+) -> list[list[list[int]]]:
     """Row indices of every mini-batch of a rollout: epochs x mini-batches x rows, each epoch a fresh permutation."""
     size = local_batch_size // num_mini_batches
     plans = []

@@ -10,9 +10,9 @@ REPAIRED = {
     "num_mini_batches": "is the number of optimizer steps per PPO epoch (TRL 1.12 stepped once per micro-batch)",
     "max_grad_norm": "clips the gradient of every step (TRL 1.12 never clipped)",
     "bf16": "is honoured (TRL 1.12 ignored it)",
-    "gradient_checkpointing": "is honoured, for policy and critic, and defaults to False (in TRL 1.12 it had no effect)",
-    "stop_token": "defaults to 'eos': the tokenizer's eos, the generation config's and stop_token_id (TRL 1.12's default "
-    "None never stopped); None keeps that meaning",
+    "gradient_checkpointing": "is honoured for policy and critic, and defaults to False (TRL 1.12: no effect)",
+    "stop_token": "defaults to 'eos': the tokenizer's eos, the generation config's and stop_token_id "
+    "(TRL 1.12's default None never stopped); None keeps that meaning",
     "stop_token_id": "is added to the eos tokens unless stop_token is None (TRL 1.12 took one or the other)",
     "kl_estimator": "also takes 'k2'",
     "logging_steps": "counts optimizer steps (TRL 1.12 logged every rollout)",

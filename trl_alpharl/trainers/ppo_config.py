@@ -160,8 +160,8 @@ def _check_ranges(config: PPOConfig) -> None:
     local = config.per_device_train_batch_size * config.gradient_accumulation_steps
     if local % config.num_mini_batches:
         raise ValueError(
-            f"num_mini_batches is {config.num_mini_batches}, which does not divide the rollout of {local} completions a "
-            "process (per_device_train_batch_size x gradient_accumulation_steps)."
+            f"num_mini_batches is {config.num_mini_batches}, which does not divide the rollout of {local} completions "
+            "a process (per_device_train_batch_size x gradient_accumulation_steps)."
         )
 
 
@@ -171,7 +171,10 @@ def _refuse_unsupported(config: PPOConfig) -> None:
         (config.auto_find_batch_size, "auto_find_batch_size: a rollout's size cannot change while it is trained on"),
         (config.deepspeed, "deepspeed: it steps inside backward, which a mini-batch of several backwards breaks"),
         (config.fsdp, "fsdp: untested with several roles on one backbone"),
-        (getattr(config, "parallelism_config", None), "parallelism_config: context and tensor parallelism are untested"),
+        (
+            getattr(config, "parallelism_config", None),
+            "parallelism_config: context and tensor parallelism are untested",
+        ),
         (config.use_liger_kernel, "use_liger_kernel: it replaces the head, whose fp32 chunks PPO needs"),
         (config.label_smoothing_factor, "label_smoothing_factor: there are no labels"),
         (config.neftune_noise_alpha, "neftune_noise_alpha: noise in training alone would break the probability ratio"),

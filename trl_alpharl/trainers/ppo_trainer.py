@@ -1,51 +1,43 @@
-"""PPO on transformers' training loop. The stages, in order:
-
-sample_prompts -> explore -> reward -> score -> shape_rewards -> estimate_advantages -> (policy_loss + value_loss) x
-mini-batches x epochs -> after_update.
-"""
+"""PPO on transformers' training loop. The algorithm is in stages.py; here are the constructor, one optimizer step, the
+loop of one's own and the hooks that transformers' `Trainer` calls."""
 
 from __future__ import annotations
 
 import textwrap
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from accelerate.utils import gather_object
 from transformers import TrainerCallback, set_seed
 
-from .._trl import BaseTrainer, is_conversational
-from ..functional.advantages import compute_gae, explained_variance_from_moments
-from ..functional.kl import per_token_kl
-from ..functional.losses import clipped_surrogate_loss, clipped_value_loss
-from ..functional.masking import masked_moments, masked_sum, merge_moments, whiten
-from ..functional.rewards import combine_rewards, penalize_missing_eos, token_rewards
+from .._trl import BaseTrainer
+from ..functional.masking import masked_sum
 from ..functional.schedules import AdaptiveKLController, FixedKLController
-from ..records import Advantages, Rollout, Scored, TokenChunk, TokenStats
+from ..records import Advantages, TokenChunk
 from ..rewards.model import RewardModel
 from ..rewards.runner import RewardRunner
 from ..roles.actor_critic import ActorCritic
-from ..roles.prepare import first_bad_parameter, freeze
-from ..rollout.prompts import PromptTokenizer, prompt_rows, seeded_generator
-from ..rollout.sampler import Sampling, sample, stop_token_ids
-from ..rollout.scoring import ChunkPlan, gather_rows, plan_chunks, score_rollout
+from ..roles.prepare import freeze
+from ..rollout.prompts import PromptTokenizer
+from ..rollout.sampler import Sampling, stop_token_ids
+from ..rollout.scoring import ChunkPlan, gather_rows
 from . import inputs
 from .checkpoints import CheckpointMixin
 from .evaluation import EvaluationMixin
 from .faults import FaultCounter
-from .loader import RolloutLoader, mini_batches, take_rows
+from .loader import RolloutLoader
 from .metrics import MetricSums, peak_memory_bytes
 from .notices import warn_about_repaired_fields
 from .ppo_config import PPOConfig
+from .stages import PPOStages
 
 
-class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
+class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
     """Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) of a language model.
 
-    The arguments of TRL 1.12's `PPOTrainer`, plus `reward_funcs`. Only `model`, a reward and `train_dataset` are needed.
+    TRL 1.12's arguments, plus `reward_funcs`. Only `model`, a reward and `train_dataset` are needed.
 
     Args:
         args: `PPOConfig`. None: its defaults, in `trl-alpharl-ppo`.
@@ -59,7 +51,8 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
         eval_dataset: like `train_dataset`, or a dict of such.
         optimizers, callbacks: as in transformers' `Trainer`.
         peft_config: wraps the policy in a fresh adapter.
-        reward_funcs: callables with TRL's reward-function signature (sync or async), names of rewards, models; or a list.
+        reward_funcs: a callable with TRL's reward-function signature (sync or async), the name of a reward, a model;
+            or a list of these.
         reward_processing_classes: tokenizers of the reward models, one each. None: their own.
 
     Raises ValueError or TypeError with one line that names the argument.
@@ -104,7 +97,9 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
             raise ValueError("ref_model is the same object as model; pass a copy, or None to let the trainer make one.")
         args = self.config_class(output_dir="trl-alpharl-ppo") if args is None else args
         if not isinstance(args, self.config_class):
-            raise TypeError(f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}.")
+            raise TypeError(
+                f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}."
+            )
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
         self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator)
@@ -168,132 +163,6 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
     def _send_telemetry(self) -> None:
         """TRL's usage ping is not sent."""
 
-    # Stages
-
-    def sample_prompts(self, index: int) -> list[int]:
-        """The dataset rows of rollout `index`, over all processes."""
-        return prompt_rows(len(self.train_dataset), self.args.batch_size, index, self.args.seed)
-
-    def explore(self, prompts: list[list[int]], examples: list[dict[str, Any]], index: int) -> Rollout:
-        """Completions of the behaviour policy; for PPO the policy itself."""
-        seed = seeded_generator(self.args.seed, index, self.args.process_index, 1).initial_seed()
-        return sample(self.model, prompts, examples, index, self.sampling, seed)
-
-    def rollout(self, index: int | None = None) -> Rollout:
-        """Sample the completions of rollout `index`; None: the one that the step counter has reached."""
-        start = time.time()
-        index = self.state.global_step // self.args.steps_per_rollout if index is None else index
-        self._require_finite_weights()
-        rows = self.sample_prompts(index)
-        size = self.args.local_batch_size
-        examples = take_rows(self.train_dataset, rows[self.args.process_index * size :][:size])
-        try:
-            with self.accelerator.autocast():
-                rollout = self.explore(self.tokenize_prompts(examples), examples, index)
-        except RuntimeError:
-            self._require_finite_weights(all_of_them=True)
-            raise
-        self.metrics.add("time/rollout_s", time.time() - start)
-        return rollout
-
-    def score(self, rollout: Rollout) -> Scored:
-        """Ask the rewards and, in one pass without gradients, policy, reference and critic."""
-        start = time.time()
-        scored = self._score(rollout, self.plan(rollout)[0], self.metrics)
-        faulty = self._sum_over_processes(torch.tensor(float(not scored.finite), device=scored.scores.device)) > 0
-        if faulty and scored.finite:
-            scored = replace(scored, finite=False, cause="another process's reward or log-prob")
-        self.metrics.add("time/score_s", time.time() - start)
-        return scored
-
-    def reward(self, rollout: Rollout, metrics: MetricSums) -> tuple[Tensor, Tensor, str]:
-        """Scores (B,), which rows have one (B,), and what was not finite, if anything."""
-        prompts, completions, columns = self._texts(rollout)
-        ids = [row[mask].tolist() for row, mask in zip(rollout.completion_ids.cpu(), rollout.completion_mask.cpu())]
-        extras = {
-            "trainer_state": self.state,
-            "log_metric": lambda name, value: metrics.add(name, value),
-            "log_extra": lambda name, values: None,
-        }
-        table = self.reward_runner(prompts, completions, ids, columns, extras)
-        device = rollout.completion_ids.device
-        values = torch.tensor(table.values, dtype=torch.float64, device=device)
-        given = torch.tensor(table.given, dtype=torch.bool, device=device)
-        bad = given & ~values.isfinite()
-        for column, name in enumerate(table.names):
-            metrics.add_all(f"reward/{name}", values[:, column], given[:, column] & ~bad[:, column])
-        cause = ", ".join(f"reward {name!r}" for column, name in enumerate(table.names) if bad[:, column].any())
-        weights = torch.tensor(self.reward_runner.weights, dtype=torch.float64, device=device)
-        scores, valid = combine_rewards(values.masked_fill(~given | bad, float("nan")), weights)
-        return scores.float(), valid, cause
-
-    def shape_rewards(self, scored: Scored, kl: Tensor, mask: Tensor) -> Tensor:
-        """Token rewards (B, C): the KL penalty everywhere, the score on the last token."""
-        rewards = token_rewards(scored.scores, kl, mask, self.kl_controller.kl_coef)
-        if self.args.whiten_rewards:
-            rewards = whiten(rewards, mask, self._merged_moments(rewards, mask), shift_mean=False)
-        return rewards
-
-    def estimate_advantages(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Whitened advantages and value targets, (B, C) each."""
-        args = self.args
-        advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.lam)
-        if args.lam_critic is not None:
-            returns = compute_gae(rewards, values, mask, args.gamma, args.lam_critic)[1]
-        return whiten(advantages, mask, self._merged_moments(advantages, mask)), returns
-
-    def advantages(self, scored: Scored) -> Advantages:
-        """Token rewards, advantages and value targets of a scored rollout; its metrics are recorded here."""
-        mask = scored.rollout.completion_mask & scored.valid.unsqueeze(1)
-        kl = self._kl(scored)
-        rewards = self.shape_rewards(scored, kl, mask)
-        advantages, returns = self.estimate_advantages(rewards, scored.values, mask)
-        experience = Advantages(scored, mask, rewards, advantages, returns)
-        if scored.finite:
-            self._record_rollout(experience, kl)
-        else:
-            self.faults.record(scored.cause, self.args.steps_per_rollout)
-        return experience
-
-    def policy_loss(self, stats: TokenStats, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
-        """The clipped surrogate of a chunk over the mini-batch's `tokens`, and sums for the metrics."""
-        args = self.args
-        loss = clipped_surrogate_loss(
-            stats.per_token_logps,
-            gather_rows(chunk, experience.scored.old_per_token_logps),
-            gather_rows(chunk, experience.advantages),
-            chunk.completion_mask & gather_rows(chunk, experience.mask),
-            args.cliprange,
-            args.cliprange if args.cliprange_high is None else args.cliprange_high,
-            tokens,
-        )
-        return loss.loss, {
-            "loss/policy_avg": loss.loss.detach(),
-            "policy/approxkl_avg": loss.approx_kl_sum / tokens,
-            "policy/clipfrac_avg": loss.clipped_count / tokens,
-            "val/ratio": loss.ratio_sum / tokens,
-        }
-
-    def value_loss(self, stats: TokenStats, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
-        """The clipped value loss of a chunk over the mini-batch's `tokens`, and sums for the metrics."""
-        loss = clipped_value_loss(
-            stats.values,
-            gather_rows(chunk, experience.scored.values),
-            gather_rows(chunk, experience.returns),
-            chunk.completion_mask & gather_rows(chunk, experience.mask),
-            self.args.cliprange_value,
-            tokens,
-        )
-        return loss.loss, {"loss/value_avg": loss.loss.detach(), "val/clipfrac_avg": loss.clipped_count / tokens}
-
-    def after_update(self, experience: Advantages) -> None:
-        """The rollout is used up: controllers react."""
-        if experience.scored.finite:
-            kl, rows = self._sum_over_processes(
-                torch.stack([self._kl(experience.scored).sum(), experience.scored.valid.sum()]).double()
-            ).tolist()
-            self.kl_controller.update(kl / max(rows, 1.0), self.args.batch_size)
-
     # One optimizer step
 
     def collect(self, step: int) -> Advantages:
@@ -309,16 +178,6 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
         if step % self.args.steps_per_rollout == 0:
             self._update_started = time.time()
         return {"experience": experience, "rows": self.plan(experience.scored.rollout)[1][epoch][number]}
-
-    def plan(self, rollout: Rollout) -> tuple[ChunkPlan, list[list[list[int]]]]:
-        """A rollout's chunk shapes and mini-batches; they follow from its lengths and the seed."""
-        if self._plan is None or self._plan[0] != rollout.index or len(self._plan[1].lengths) != len(rollout.finished):
-            args = self.args
-            seed = (args.seed, rollout.index, args.process_index)
-            batches = mini_batches(args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs, seed)
-            rows = min(args.per_device_train_batch_size, args.local_mini_batch_size)
-            self._plan = (rollout.index, plan_chunks(rollout, batches, rows), batches)
-        return self._plan[1:]
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Gradients of one mini-batch, in chunks of at most per_device_train_batch_size rows.
@@ -341,7 +200,9 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         self._finish_step(model, totals)
-        return sum(totals[name] for name in ("loss/policy_avg", "loss/value_avg") if name in totals).to(self.args.device)
+        return sum(totals[name] for name in ("loss/policy_avg", "loss/value_avg") if name in totals).to(
+            self.args.device
+        )
 
     def chunk_loss(self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
         """A chunk's share of the loss and of the mini-batch's metrics."""
@@ -410,92 +271,6 @@ class PPOTrainer(CheckpointMixin, EvaluationMixin, BaseTrainer):
             self._experience = None
             if self._sample_table_due():
                 self.generate_completions(sampling=True)
-
-    # Helpers of the stages
-
-    def _score(self, rollout: Rollout, plan: ChunkPlan, metrics: MetricSums) -> Scored:
-        scores, valid, cause = self.reward(rollout, metrics)
-        if self.args.missing_eos_penalty is not None:
-            scores = penalize_missing_eos(scores, rollout.finished, self.args.missing_eos_penalty)
-        scores = scores.masked_fill(~valid, 0.0)
-        with self.accelerator.autocast():
-            stats, reference = score_rollout(self.model, rollout, plan, self.args.temperature)
-        for name, tensor in (("log-probs", stats.per_token_logps), ("reference log-probs", reference), ("values", stats.values)):
-            if not tensor.isfinite().all():
-                self._require_finite_weights(all_of_them=True)
-                cause = ", ".join(filter(None, (cause, name)))
-        return Scored(
-            rollout=rollout,
-            old_per_token_logps=stats.per_token_logps,
-            ref_per_token_logps=reference,
-            values=stats.values,
-            entropies=stats.entropies,
-            scores=scores,
-            valid=valid,
-            finite=not cause,
-            cause=cause,
-        )
-
-    def _texts(self, rollout: Rollout) -> tuple[list, list, dict[str, list]]:
-        """Prompts and completions as the reward functions see them, and the other columns."""
-        tokenizer = self.processing_class
-        ids = [row[mask] for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
-        prompts, completions = [], []
-        for row, (example, text) in enumerate(zip(rollout.examples, texts)):
-            prompt = example.get("prompt")
-            if prompt is None:
-                prompt = tokenizer.decode(rollout.prompt_ids[row][rollout.prompt_mask[row]], skip_special_tokens=True)
-            chat = is_conversational({"prompt": prompt})
-            prompts.append(prompt)
-            completions.append([{"role": "assistant", "content": text}] if chat else text)
-        names = [name for name in rollout.examples[0] if name not in ("prompt", "completion", "completion_ids")]
-        return prompts, completions, {name: [example[name] for example in rollout.examples] for name in names}
-
-    def _kl(self, scored: Scored) -> Tensor:
-        kl = per_token_kl(scored.old_per_token_logps, scored.ref_per_token_logps, self.args.kl_estimator)
-        return kl.masked_fill(~(scored.rollout.completion_mask & scored.valid.unsqueeze(1)), 0.0)
-
-    def _record_rollout(self, experience: Advantages, kl: Tensor) -> None:
-        scored, mask = experience.scored, experience.mask
-        rows = scored.valid.sum()
-        penalty = -self.kl_controller.kl_coef * kl.sum()
-        entropy = -masked_sum(scored.old_per_token_logps, mask)
-        for name, total in (
-            ("objective/scores", scored.scores.sum()),
-            ("objective/kl", kl.sum()),
-            ("objective/entropy", entropy),
-            ("objective/non_score_reward", penalty),
-            ("objective/rlhf_reward", penalty + scored.scores.sum()),
-        ):
-            self.metrics.add(name, total, rows)
-        lengths, finished = scored.rollout.completion_mask.sum(), scored.rollout.finished.sum()
-        self.metrics.add("completions/mean_length", lengths, len(mask))
-        self.metrics.add("completions/finished", finished, len(mask))
-        self.metrics.add("val/num_eos_tokens", finished, 1 / self.accelerator.num_processes)
-        self.metrics.add("response_tokens", lengths, 1 / self.accelerator.num_processes)
-        self.metrics.add("objective/kl_coef", self.kl_controller.kl_coef)
-        error = self._merged_moments(experience.returns - scored.values, mask)
-        targets = self._merged_moments(experience.returns, mask)
-        self.metrics.add("val/explained_variance", explained_variance_from_moments(error, targets))
-
-    def _require_finite_weights(self, all_of_them: bool = False) -> None:
-        """Raise FloatingPointError naming a parameter that holds a NaN or an infinity."""
-        name = first_bad_parameter(self.model, trainable_only=not all_of_them)
-        if name is not None:
-            raise FloatingPointError(f"parameter {name!r} holds NaN or infinity; load weights that are whole.")
-
-    def _sum_over_processes(self, tensor: Tensor) -> Tensor:
-        if self.accelerator.num_processes == 1:
-            return tensor
-        return self.accelerator.reduce(tensor.to(self.accelerator.device), "sum")
-
-    def _union_over_processes(self, names: list[str]) -> list[str]:
-        return names if self.accelerator.num_processes == 1 else sorted(set(gather_object(names)))
-
-    def _merged_moments(self, values: Tensor, mask: Tensor) -> Tensor:
-        moments = masked_moments(values, mask)
-        return merge_moments(self.accelerator.gather(moments.unsqueeze(0)))
 
     def _ready_for_own_loop(self) -> Any:
         if self.optimizer is None or self.lr_scheduler is None:
@@ -569,5 +344,3 @@ class _EndOfStep(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.end_of_step()
-
-

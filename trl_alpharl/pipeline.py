@@ -1,0 +1,172 @@
+"""From a checked recipe to a trained model: the command line's work, for scripts too.
+
+recipe = load_recipe("quickstart/ppo_tiny", ["--seed", "1"])
+trainer = build(recipe).trainer
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+
+from ._trl import ModelConfig, get_peft_config, get_quantization_config
+from .knobs import ScriptKnobs
+from .recipe import Recipe
+from .roles.prepare import refuse_unsupported
+from .trainers.ppo_config import PPOConfig
+from .trainers.ppo_trainer import PPOTrainer
+from .trainers.progress import RunProgress
+
+BUILTIN = "builtin"
+FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+METHODS = {"ppo": (PPOConfig, PPOTrainer)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A trainer, its held-out rows and the script's fields."""
+
+    trainer: PPOTrainer
+    held_out: Any
+    script: ScriptKnobs
+
+
+def build(recipe: Recipe) -> Run:
+    """Make everything that a recipe names. Nothing heavy loads before the configs are checked."""
+    script = ScriptKnobs(**recipe.section("script"))
+    config_class, trainer_class = METHODS[script.method]
+    args = config_class(**recipe.section("ppo"))
+    model_args = ModelConfig(**recipe.section("model"))
+    rewards = [*(script.reward_funcs or []), *([args.reward_model_path] if args.reward_model_path else [])]
+    if not rewards:
+        raise ValueError("reward_funcs: missing; name a reward, or a classifier in reward_model_path.")
+    train, held_out = load_prompts(script, args.seed)
+    model, tokenizer = load_model(model_args, args)
+    trainer = trainer_class(
+        args=args,
+        processing_class=tokenizer,
+        model=model,
+        train_dataset=train,
+        eval_dataset=held_out,
+        peft_config=get_peft_config(model_args),
+        reward_funcs=rewards,
+    )
+    if not args.disable_tqdm:
+        trainer.remove_callback(ProgressCallback)
+        trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(RunProgress)
+    return Run(trainer, held_out, script)
+
+
+def run(recipe: Recipe) -> dict[str, Any]:
+    """Score held-out prompts, train, score them again, save the model. Returns what was measured."""
+    prepared = build(recipe)
+    trainer = prepared.trainer
+    before = trainer.score_dataset(prepared.held_out)
+    start = time.time()
+    trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    seconds = time.time() - start
+    after = trainer.score_dataset(prepared.held_out)
+    trainer.save_model()
+    history = trainer.state.log_history
+    shown = zip(before, after, range(prepared.script.sample_rows))
+    return {
+        **_score("score_before", before),
+        **_score("score_after", after),
+        "kl": _last(history, "objective/kl"),
+        "entropy": _last(history, "objective/entropy"),
+        "seconds": seconds,
+        "response_tokens_per_s": _mean(history, "response_tokens_per_s"),
+        "rows": [
+            {
+                "prompt": old["query"],
+                "before": old["model response"],
+                "after": new["model response"],
+                "score_before": old["score"],
+                "score_after": new["score"],
+            }
+            for old, new, _ in shown
+        ],
+        "output_dir": trainer.args.output_dir,
+        "log_history": history,
+    }
+
+
+def load_prompts(script: ScriptKnobs, seed: int) -> tuple[Any, Any]:
+    """Rows to train on and rows held out for the scores."""
+    name = script.dataset_name
+    if name is None:
+        raise ValueError("dataset_name: missing; name a hub dataset, a file with a `prompt` column, or 'builtin'.")
+    if name == BUILTIN:
+        from .builtin.pretrain import builtin_dataset
+
+        return builtin_dataset()
+    from datasets import load_dataset
+
+    path = Path(name)
+    if path.suffix in FILE_FORMATS:
+        if not path.is_file():
+            raise ValueError(f"dataset_name: {name} does not exist.")
+        data = load_dataset(FILE_FORMATS[path.suffix], data_files=str(path))
+    else:
+        data = load_dataset(name, script.dataset_config)
+    for field in ("dataset_train_split", "dataset_test_split"):
+        split = getattr(script, field)
+        if split is not None and split not in data:
+            raise ValueError(f"{field} is {split!r}; {name} has {', '.join(data)}.")
+    train = data[script.dataset_train_split]
+    if script.dataset_test_split is not None:
+        return train, data[script.dataset_test_split]
+    if len(train) <= script.eval_rows:
+        raise ValueError(f"eval_rows is {script.eval_rows}, but {name} has {len(train)} rows in all.")
+    split = train.train_test_split(test_size=script.eval_rows, seed=seed)
+    return split["train"], split["test"]
+
+
+def load_model(model_args: Any, args: PPOConfig) -> tuple[Any, Any]:
+    """The policy and its tokenizer: the embedded one, a local folder or a hub id; quantized when asked."""
+    name = model_args.model_name_or_path or args.sft_model_path
+    if name is None:
+        raise ValueError("model_name_or_path: missing; name a hub id, a folder, or 'builtin'.")
+    if name == BUILTIN:
+        if model_args.load_in_4bit or model_args.load_in_8bit:
+            raise ValueError(
+                "load_in_4bit: the embedded model is too small to be worth quantizing; name another model."
+            )
+        from .builtin.pretrain import load_builtin
+
+        return load_builtin()
+    revision = model_args.model_revision
+    config = AutoConfig.from_pretrained(name, revision=revision)
+    refuse_unsupported(config, "model_name_or_path")
+    quantization = get_quantization_config(model_args)
+    model = AutoModelForCausalLM.from_pretrained(
+        name,
+        revision=revision,
+        dtype=model_args.dtype,
+        attn_implementation=model_args.attn_implementation,
+        quantization_config=quantization,
+    )
+    return model, AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+def _score(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:
+    scores = [row["score"] for row in rows]
+    spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
+    return {name: statistics.fmean(scores), f"{name}_se": spread / math.sqrt(len(scores))}
+
+
+def _last(history: list[dict[str, Any]], key: str) -> float:
+    return next((log[key] for log in reversed(history) if key in log), math.nan)
+
+
+def _mean(history: list[dict[str, Any]], key: str) -> float:
+    values = [log[key] for log in history if key in log]
+    return statistics.fmean(values) if values else math.nan
