@@ -1,8 +1,8 @@
 import asyncio
 import functools
+import inspect
 import math
 import threading
-import warnings
 
 import numpy as np
 import pytest
@@ -194,14 +194,15 @@ def test_exceptions_keep_their_type_and_name_the_function():
         assert error.value.__notes__ == [f"in reward function {fault.__name__!r}"]
 
 
-def test_a_fault_leaves_no_coroutine_behind():
+def test_a_fault_leaves_no_coroutine_open():
+    waiting = async_length(["a", "bb"])
+
     def fault(completions):
         raise RuntimeError("stop")
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # "coroutine ... was never awaited"
-        with pytest.raises(RuntimeError, match="stop"):
-            run([async_length, fault])
+    with pytest.raises(RuntimeError, match="stop"):
+        run([lambda completions: waiting, fault])
+    assert inspect.getcoroutinestate(waiting) == inspect.CORO_CLOSED
 
 
 def test_names_are_unique():
