@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_alpharl.shapes import divide_exactly, equal_chunk_rows, group_rows, plan_widths
+from trl_alpharl.shapes import equal_chunk_rows, group_rows, plan_widths
 
 
 @st.composite
@@ -108,10 +108,3 @@ def test_equal_chunks_waste_less_than_a_row_each(total, most):
     assert 1 <= rows <= most
     assert -(-total // rows) <= chunks
     assert total <= rows * chunks and (rows - 1) * chunks < max(total, 1)
-
-
-def test_divide_exactly_names_both_fields():
-    assert divide_exactly(12, 3, "batch_size, num_mini_batches") == 4
-    for numerator, denominator in ((12, 5), (12, 0), (12, -3)):
-        with pytest.raises(ValueError, match=f"^batch_size, num_mini_batches: found {numerator} and {denominator}, "):
-            divide_exactly(numerator, denominator, "batch_size, num_mini_batches")

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF009
 """Our configuration fields as plain dataclasses.
 
 Standard library only: `trl-alpharl --help` and the recipe loader read these fields without importing torch.
@@ -8,6 +9,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+# Sizes that 1.12 computed and stored in fields; here they are read-only properties.
+COMPUTED = (
+    "world_size",
+    "num_total_batches",
+    "micro_batch_size",
+    "local_batch_size",
+    "batch_size",
+    "local_mini_batch_size",
+    "mini_batch_size",
+)
+# What users of other trainers reach for first.
+OTHER_NAMES = {
+    "max_completion_length": "response_length",
+    "beta": "kl_coef",
+    "num_iterations": "num_ppo_epochs",
+    "epsilon": "cliprange",
+    "epsilon_high": "cliprange_high",
+    "ppo_epochs": "num_ppo_epochs",
+    "init_kl_coef": "kl_coef",
+    "target_kl": "kl_target",
+    "horizon": "kl_horizon",
+}
 
 
 def _knob(default: Any, help: str) -> Any:

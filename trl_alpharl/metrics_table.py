@@ -19,7 +19,7 @@ class Metric(NamedTuple):
 METRICS: dict[str, Metric] = {
     "eps": Metric("episodes since the start over seconds since the start of this process", "1/s"),
     "episode": Metric("completions sampled so far, over all processes", "completions"),
-    "lr": Metric("learning rate of the first parameter group", ""),
+    "lr": Metric("learning rate of the next step, of the first parameter group", ""),
     "objective/scores": Metric("mean score of a completion, penalties included", "reward"),
     "objective/kl": Metric(
         "KL to the reference summed over a completion, by kl_estimator, mean over completions", "nats"
@@ -50,18 +50,47 @@ METRICS: dict[str, Metric] = {
         "completion tokens of a rollout over its rollout, score and update seconds", "tokens/s"
     ),
     "memory/peak_bytes": Metric("peak device memory (CUDA) or resident memory of the process (CPU)", "bytes"),
+    # transformers' own
+    "loss": Metric("policy loss + vf_coef x value loss, mean over the steps since the last log of this process", ""),
+    "grad_norm": Metric("gradient norm of the last step, before clipping; 0 when it was skipped", ""),
+    "learning_rate": Metric("learning rate that the last step used, of the first parameter group", ""),
+    "epoch": Metric("completions trained on over the dataset's length", "epochs"),
+    "step": Metric("optimizer steps so far", "steps"),
+    "train_runtime": Metric("seconds of the whole training call", "s"),
+    "train_samples_per_second": Metric("completions in all optimizer steps over train_runtime", "1/s"),
+    "train_steps_per_second": Metric("optimizer steps over train_runtime", "1/s"),
+    "train_loss": Metric("mean loss over the steps of the whole training call", ""),
+    "total_flos": Metric("not estimated: 0", ""),
+    "eval_runtime": Metric("seconds of an evaluation", "s"),
+    "eval_samples_per_second": Metric("evaluated prompts over eval_runtime", "1/s"),
+    "eval_steps_per_second": Metric("evaluated batches over eval_runtime", "1/s"),
 }
 
-# Keys that depend on the clock or the machine: two equal runs differ in them.
-NOT_REPRODUCIBLE = ("eps", "time/", "response_tokens_per_s", "memory/", "loss", "train_", "eval_runtime", "total_flos")
+# Keys, and prefixes of keys, that depend on the clock, the machine or (HF's running `loss`) on where a run was resumed.
+NOT_REPRODUCIBLE = ("eps", "time/", "response_tokens_per_s", "memory/", "loss", "train_", "total_flos")
+_EVAL_SPEED = ("_runtime", "_samples_per_second", "_steps_per_second")
+
+
+def is_reproducible(key: str) -> bool:
+    """True when two equal runs, one of them resumed, log the same number under this key."""
+    if key.startswith("eval_"):
+        return not key.endswith(_EVAL_SPEED)
+    return not any(key.startswith(name) if name[-1] in "/_" else key == name for name in NOT_REPRODUCIBLE)
 
 
 def describe(key: str) -> Metric | None:
-    """The table's entry for a logged key such as `reward/sentiment/mean` or `eval_objective/scores`."""
-    key = key.removeprefix("eval_")
-    if key in METRICS:
-        return METRICS[key]
+    """The table's entry for a logged key such as `reward/sentiment/mean`, `eval_objective/scores` or, of an
+    evaluation set with a name, `eval_held_out_objective/scores`."""
+    if not key.startswith("eval_"):
+        return _entry(key)
+    words = key.split("_")
+    tails = ["_".join(words[start:]) for start in range(1, len(words))]
+    found = (METRICS.get(f"eval_{tail}") or _entry(tail) for tail in tails)
+    return next((entry for entry in found if entry is not None), None)
+
+
+def _entry(key: str) -> Metric | None:
     parts = key.split("/")
     if len(parts) == 3 and parts[0] == "reward":
-        return METRICS.get(f"reward/{{name}}/{parts[2]}")
-    return None
+        key = f"reward/{{name}}/{parts[2]}"
+    return METRICS.get(key)

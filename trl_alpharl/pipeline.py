@@ -1,7 +1,7 @@
 """From a checked recipe to a trained model: the command line's work, for scripts too.
 
 recipe = load_recipe("quickstart/ppo_tiny", ["--seed", "1"])
-trainer = build(recipe).trainer
+measured = run(build(recipe))
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ def build(recipe: Recipe) -> Run:
     return Run(trainer, held_out, script)
 
 
-def run(recipe: Recipe) -> dict[str, Any]:
+def run(prepared: Run) -> dict[str, Any]:
     """Score held-out prompts, train, score them again, save the model. Returns what was measured."""
-    prepared = build(recipe)
     trainer = prepared.trainer
     before = trainer.score_dataset(prepared.held_out)
     start = time.time()
@@ -105,7 +104,7 @@ def load_prompts(script: ScriptKnobs, seed: int) -> tuple[Any, Any]:
     if name is None:
         raise ValueError("dataset_name: missing; name a hub dataset, a file with a `prompt` column, or 'builtin'.")
     if name == BUILTIN:
-        from .builtin.pretrain import builtin_dataset
+        from .builtin import builtin_dataset
 
         return builtin_dataset()
     from datasets import load_dataset
@@ -140,7 +139,7 @@ def load_model(model_args: Any, args: PPOConfig) -> tuple[Any, Any]:
             raise ValueError(
                 "load_in_4bit: the embedded model is too small to be worth quantizing; name another model."
             )
-        from .builtin.pretrain import load_builtin
+        from .builtin import load_builtin
 
         return load_builtin()
     revision = model_args.model_revision

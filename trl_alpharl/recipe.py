@@ -15,17 +15,7 @@ from typing import Any
 import yaml
 
 from .fields import FIELDS, SECTIONS, Field, ValueProblem, mapping_items, read_value, takes
-
-# Fields of TRL 1.12's PPOConfig that it computed itself: read-only properties here.
-COMPUTED = (
-    "batch_size",
-    "local_batch_size",
-    "local_mini_batch_size",
-    "micro_batch_size",
-    "mini_batch_size",
-    "num_total_batches",
-    "world_size",
-)
+from .knobs import COMPUTED, OTHER_NAMES
 
 
 class RecipeError(ValueError):
@@ -101,6 +91,8 @@ def _hint(name: str, known: Mapping[str, Any], command: str) -> str:
 def _field(name: str, node: yaml.Node) -> Field:
     if name in COMPUTED:
         raise ValueProblem(f"{name}: computed from other fields and cannot be set; leave it out", node)
+    if name in OTHER_NAMES:
+        raise ValueProblem(f"{name}: unknown field; here it is called {OTHER_NAMES[name]}", node)
     if name not in FIELDS:
         raise ValueProblem(f"{name}: unknown field; {_hint(name, FIELDS, 'train --help-all')}", node)
     return FIELDS[name]

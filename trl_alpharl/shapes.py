@@ -88,20 +88,6 @@ def equal_chunk_rows(total: int, most: int) -> int:
     return max(1, -(-total // chunks))
 
 
-def divide_exactly(numerator: int, denominator: int, what: str) -> int:
-    """numerator / denominator, which must come out even.
-
-    Args: what, the two fields, for the message: "batch_size, num_mini_batches".
-    Raises: ValueError that names them when it does not, or when the denominator is below 1.
-
-    >>> divide_exactly(64, 4, "batch_size, num_mini_batches")
-    16
-    """
-    if denominator < 1 or numerator % denominator:
-        raise ValueError(f"{what}: found {numerator} and {denominator}, the first must be a multiple of the second")
-    return numerator // denominator
-
-
 def _quantiles(lengths: list[int]) -> list[int]:
     """The distinct lengths at the candidate quantiles, ascending; the greatest length is the last."""
     ordered = sorted(lengths)

@@ -12,6 +12,7 @@ from trl_alpharl.rewards import REWARD_FUNCS, get_reward
 def entries(capsys) -> dict[str, str]:
     """What was printed, by the name that starts a line; wrapped lines joined again."""
     found: dict[str, str] = {}
+    name = ""
     for line in capsys.readouterr().out.splitlines():
         if line.startswith(" "):
             found[name] += " " + line.strip()

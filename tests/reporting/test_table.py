@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from trl_alpharl.reporting.table import LONGEST, completions_table, print_outcome, samples_table
+from trl_alpharl.reporting.table import LONGEST, completions_table, print_outcome
 
 
 def shown(thing, width: int = 120, color: str | None = None) -> str:
@@ -15,19 +15,19 @@ def shown(thing, width: int = 120, color: str | None = None) -> str:
 
 
 def test_texts_are_not_markup():
-    text = shown(samples_table(["[bold]a[/bold]"], ["[/red] [link=x]y[/link]"], [1.0], "[i]t[/i]"))
+    text = shown(completions_table(["[bold]a[/bold]"], ["[/red] [link=x]y[/link]"], ["[i]t[/i]"], [1.0], [1.0]))
     for literal in ("[bold]a[/bold]", "[/red] [link=x]y[/link]", "[i]t[/i]"):
         assert literal in text
 
 
 def test_control_characters_do_not_reach_the_terminal():
-    text = shown(samples_table(["a\x1b[2Jb"], ["c\rd\x07e\tf"], [0.0], "t"))
+    text = shown(completions_table(["a\x1b[2Jb"], ["c\rd\x07e\tf"], ["t"], [0.0], [0.0]))
     assert not {"\x1b", "\r", "\x07", "\t"} & set(text)
     assert "a [2Jb" in text and "c d e f" in text
 
 
 def test_a_long_text_is_cut():
-    text = shown(samples_table(["p"], ["x" * LONGEST + "y"], [0.0], "t"))
+    text = shown(completions_table(["p"], ["x" * LONGEST + "y"], ["t"], [0.0], [0.0]))
     assert text.count("x") == LONGEST - 1
     assert "…" in text and "y" not in text
 
@@ -50,8 +50,6 @@ def test_scores_and_rows_in_order():
 def test_columns_of_different_length_are_refused():
     with pytest.raises(ValueError):
         completions_table(["p"], ["b", "b"], ["a"], [0.0], [0.0])
-    with pytest.raises(ValueError):
-        samples_table(["p"], [], [0.0], "t")
 
 
 def test_the_outcome_shows_table_and_figures():

@@ -115,7 +115,7 @@ _LATER_SENTENCES = (
     "the {place} was {quality} and full of {character} people.",
     "the weather was {weather}, and {she} was {feeling}.",
     "everyone was {feeling}.",
-    "what a {quality} day!",
+    "what a {weather} day!",
 )
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from trl_alpharl.builtin.corpus import NEGATIVE, POSITIVE
 
-_MOST = 4.0
+_MOST = 3.0
 
 
 def positive_words(prompts: list, completions: list, **kwargs: Any) -> list[float]:
-    """Distinct positive words minus negative words of each completion, between -4 and 4; TRL's reward signature.
+    """Distinct positive words minus negative words of each completion, between -3 and 3; TRL's reward signature.
 
-    A repeated positive word counts once and the bound is what two cheerful sentences reach, so that neither repetition
+    A repeated positive word counts once and the bound is what two or three cheerful sentences reach, so that neither repetition
     nor a list of adjectives pays. `completions` are texts or lists of chat turns, of which the last is read.
 
     >>> positive_words(prompts=["", ""], completions=["She felt happy, happy and proud.", "He was sad."])

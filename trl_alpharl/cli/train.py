@@ -29,7 +29,11 @@ def run(argv: Sequence[str]) -> int:
     _let_cpu_processes_meet()
     from .. import pipeline
 
-    outcome = pipeline.run(recipe)
+    try:
+        prepared = pipeline.build(recipe)
+    except (ValueError, TypeError, OSError) as error:  # a field or a file that only the libraries could judge
+        raise RecipeError(f"{recipe.path}: {str(error).strip().splitlines()[0]}") from error
+    outcome = pipeline.run(prepared)
     if int(os.environ.get("RANK", "0")) == 0:
         _report(outcome)
     return 0

@@ -30,16 +30,6 @@ def completions_table(
     return table
 
 
-def samples_table(prompts: Sequence[str], completions: Sequence[str], scores: Scores, title: str) -> Table:
-    """One row a prompt: a completion and its score at one moment of the run. A score of None is shown as a dash.
-
-    Raises ValueError when the columns differ in length."""
-    table = _table(title, ["Prompt", "Completion", "Score"])
-    for prompt, completion, score in zip(prompts, completions, scores, strict=True):
-        table.add_row(_text(prompt, "dim"), _text(completion), _score(score))
-    return table
-
-
 def print_outcome(summary: Summary, console: Console) -> None:
     """Print the run's completions before and after, and its figures below in two lines."""
     columns = ("prompt", "before", "after", "score_before", "score_after")

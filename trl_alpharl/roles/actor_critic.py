@@ -20,13 +20,16 @@ from .prepare import (
     is_quantized,
     keep_quantized_layers_trainable,
     refuse_offloaded,
+    refuse_shared_weights,
     require_adapters_only,
+    require_trainable,
 )
+from .trainer_face import TrainerFace
 
 Wanted = Literal["policy+value", "policy", "value"]
 
 
-class ActorCritic(nn.Module):
+class ActorCritic(TrainerFace, nn.Module):
     """Policy, reference and critic.
 
     | role      | LoRA policy                                              | full-parameter policy |
@@ -43,7 +46,8 @@ class ActorCritic(nn.Module):
     logits of all positions never exist.
 
     Raises ValueError for models that would train wrong: offloaded layers, a quantized policy without an adapter,
-    trainable base weights under an adapter, prompt-learning adapters, logits computed in an unknown way.
+    trainable base weights under an adapter, prompt-learning adapters, logits computed in an unknown way, a reference
+    that shares weights with what learns, roles in which nothing learns.
     """
 
     def __init__(
@@ -62,47 +66,69 @@ class ActorCritic(nn.Module):
                 refuse_offloaded(model, name)
                 keep_quantized_layers_trainable(model)
                 disable_dropout(model)
+        if reference is not None:
+            refuse_shared_weights(reference, {"model": policy, "value_model": value_model}, "ref_model")
+            if ref_adapter_name is not None:
+                raise ValueError("ref_adapter_name and ref_model are both set; the reference is one of them.")
         self.policy = policy
         self.value_model = value_model
         self.critic = "model" if value_model is not None else critic
         self.critic_detach = critic_detach
-        self._set_up_adapters(model_adapter_name, ref_adapter_name, own_reference=reference is None)
+        self.adapters: dict[str, str | None] = {"policy": None, "reference": None, "critic": None}
+        if isinstance(policy, PeftModel):
+            self._set_up_adapters(model_adapter_name, ref_adapter_name, own_reference=reference is None)
+        else:
+            self._check_full_policy(model_adapter_name, ref_adapter_name)
+        if value_model is not None:
+            adapters.let_critic_learn(value_model)
+        self.switch = adapters.RoleSwitch(policy)
+        self.switch.use(self.adapters["policy"])
         if reference is None and not isinstance(policy, PeftModel):
             reference = copy.deepcopy(policy)
         self.reference = None if reference is None else freeze(reference)
         self._set_up_heads()
+        if any(getattr(unwrap_peft(m), "is_gradient_checkpointing", False) for m in (policy, value_model) if m):
+            self.activation_checkpointing_enable()  # switched on before the roles were known: it needs their contexts
 
     def _set_up_adapters(self, policy_name: str | None, reference_name: str | None, own_reference: bool) -> None:
         """Name the adapter of each role, adding the frozen reference copy and the critic's adapter where needed."""
-        self.adapters: dict[str, str | None] = {"policy": None, "reference": None, "critic": None}
-        if not isinstance(self.policy, PeftModel):
-            if is_quantized(self.policy):
-                raise ValueError(
-                    "model is quantized, so its weights cannot train; pass peft_config (or use_peft: true)."
-                )
-            if self.critic == "adapter":
-                raise ValueError("critic='adapter' needs a LoRA policy; pass peft_config, or use critic='shared'.")
-        else:
-            name = adapters.policy_adapter(self.policy, policy_name)
-            adapters.require_lora(self.policy, name)
-            learning = [name]
-            self.adapters["policy"] = name
-            if own_reference:
-                self.adapters["reference"] = adapters.reference_adapter(self.policy, name, reference_name)
-            if self.critic == "adapter":
-                self.adapters["critic"] = adapters.add_value_adapter(self.policy, name)
-                learning.append(adapters.VALUE_ADAPTER)
-            require_adapters_only(self.policy, list(self.policy.peft_config))
-            adapters.set_trainable(self.policy, learning)
-            disable_dropout(self.policy)
-        self.switch = adapters.RoleSwitch(self.policy)
-        self.switch.use(self.adapters["policy"])
+        name = adapters.policy_adapter(self.policy, policy_name)
+        adapters.require_lora(self.policy, name)
+        learning = [name]
+        self.adapters["policy"] = name
+        if own_reference:
+            self.adapters["reference"] = adapters.reference_adapter(self.policy, name, reference_name)
+        if self.critic == "adapter":
+            self.adapters["critic"] = adapters.add_value_adapter(self.policy, name)
+            learning.append(adapters.VALUE_ADAPTER)
+        require_adapters_only(self.policy, list(self.policy.peft_config))
+        adapters.set_trainable(self.policy, learning)
+        disable_dropout(self.policy)
+
+    def _check_full_policy(self, policy_name: str | None, reference_name: str | None) -> None:
+        """Refuse what only a policy with adapters can do."""
+        for field, name in (("model_adapter_name", policy_name), ("ref_adapter_name", reference_name)):
+            if name is not None:
+                raise ValueError(f"{field} is {name!r}, but model has no adapters.")
+        if is_quantized(self.policy):
+            raise ValueError("model is quantized, so its weights cannot train; pass peft_config (or use_peft: true).")
+        if self.critic == "adapter":
+            raise ValueError("critic='adapter' needs a LoRA policy; pass peft_config, or use critic='shared'.")
+        require_trainable(self.policy, "model")
 
     def _set_up_heads(self) -> None:
         inner = unwrap_peft(self.policy)
         self._head = FullPrecisionHead(inner)
         check_head(inner, self._head)
-        self._reference_head = None if self.reference is None else FullPrecisionHead(unwrap_peft(self.reference))
+        self._reference_head = None
+        if self.reference is not None:
+            self._reference_head = FullPrecisionHead(unwrap_peft(self.reference))
+            check_head(unwrap_peft(self.reference), self._reference_head)
+            if self._reference_head.vocab_size < self._head.vocab_size:
+                raise ValueError(
+                    f"ref_model's vocabulary has {self._reference_head.vocab_size} tokens, fewer than "
+                    f"model's {self._head.vocab_size}."
+                )
         self.value_head: nn.Linear | None = None
         if self.value_model is None:
             hidden_size = inner.config.get_text_config().hidden_size
@@ -205,99 +231,3 @@ class ActorCritic(nn.Module):
         if self.critic == "adapter":
             parameters += [p for _, p in adapters.adapter_parameters(self.policy, adapters.VALUE_ADAPTER)]
         return parameters
-
-    # What transformers' Trainer and its callbacks expect of a model
-
-    @property
-    def config(self) -> Any:
-        """The policy's config."""
-        return unwrap_peft(self.policy).config
-
-    @property
-    def generation_config(self) -> Any:
-        """The policy's generation config."""
-        return unwrap_peft(self.policy).generation_config
-
-    def set_generation_config(self, config: Any) -> None:
-        """Replace the policy's generation config."""
-        unwrap_peft(self.policy).generation_config = config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The policy's dtype."""
-        return unwrap_peft(self.policy).dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The policy's device."""
-        return unwrap_peft(self.policy).device
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the policy."""
-        with self.switch.using(self.adapters["policy"]):
-            return self.policy.generate(*args, **kwargs)
-
-    def add_model_tags(self, tags: list[str] | str) -> None:
-        """Tag the policy, for its model card."""
-        unwrap_peft(self.policy).add_model_tags(tags)
-
-    @property
-    def model_tags(self) -> list[str] | None:
-        """The policy's tags."""
-        return getattr(unwrap_peft(self.policy), "model_tags", None)
-
-    def activation_checkpointing_enable(
-        self,
-        activation_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """Recompute activations in the backward pass, each layer in the role it had in the forward.
-
-        Raises ValueError for reentrant checkpointing and for a `context_fn` of the caller's: the roles need theirs.
-        """
-        kwargs = dict(activation_checkpointing_kwargs or {})
-        if kwargs.get("use_reentrant"):
-            raise ValueError(
-                "gradient_checkpointing_kwargs.use_reentrant: true is not supported; the roles need false."
-            )
-        if "context_fn" in kwargs:
-            raise ValueError(
-                "gradient_checkpointing_kwargs.context_fn (selective checkpointing) is not supported here."
-            )
-        kwargs["use_reentrant"] = False
-        _enable(
-            unwrap_peft(self.policy), {**kwargs, "context_fn": self.switch.checkpoint_contexts}, every_n_layers, offload
-        )
-        if self.value_model is not None:
-            _enable(unwrap_peft(self.value_model), kwargs, every_n_layers, offload)
-
-    def activation_checkpointing_disable(self) -> None:
-        """Keep activations again."""
-        for model in (self.policy, self.value_model):
-            if model is not None:
-                inner = unwrap_peft(model)
-                disable = (
-                    getattr(inner, "activation_checkpointing_disable", None) or inner.gradient_checkpointing_disable
-                )
-                disable()
-
-    def gradient_checkpointing_enable(
-        self,
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
-        every_n_layers: int = 1,
-        offload: bool = False,
-    ) -> None:
-        """The older name of `activation_checkpointing_enable`."""
-        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
-
-    def gradient_checkpointing_disable(self) -> None:
-        """The older name of `activation_checkpointing_disable`."""
-        self.activation_checkpointing_disable()
-
-
-def _enable(model: Any, kwargs: dict[str, Any], every_n_layers: int, offload: bool) -> None:
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable(kwargs, every_n_layers=every_n_layers, offload=offload)
-    else:
-        model.gradient_checkpointing_enable(kwargs)

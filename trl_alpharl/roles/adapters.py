@@ -7,18 +7,30 @@ no longer learns, without an error. The switch here sets the two flags that a la
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftModel
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import AuxiliaryTrainingWrapper
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+
+from .backbone import head_name
+from .prepare import require_trainable
 
 REFERENCE_ADAPTER = "reference"
 VALUE_ADAPTER = "critic"
+LEAVES_BASE_WEIGHTS = ("gaussian", "orthogonal", "eva")  # named initializations; others may move weights of the base
+UNSUPPORTED = {
+    "target_parameters": "LoRA on expert parameters",
+    "alora_invocation_tokens": "its effect depends on where the invocation tokens are",
+    "arrow_config": "it routes over other adapters",
+    "monteclora_config": "it samples weights, and old and new log-probs must come from one function",
+}
 
 
 class RoleSwitch:
@@ -35,22 +47,25 @@ class RoleSwitch:
 
     def refresh(self) -> None:
         """Look the adapter layers up again."""
-        kinds = (BaseTunerLayer, AuxiliaryTrainingWrapper)
-        self._layers = [module for module in self._model.modules() if isinstance(module, kinds)]
-        for layer in self._layers:
+        self._layers = []
+        for module in self._model.modules():
+            if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                continue
             for flag in ("_active_adapter", "_disable_adapters"):
-                if not hasattr(layer, flag):
-                    raise AttributeError(f"PEFT's {type(layer).__name__} has no `{flag}`; this PEFT is not supported.")
-            if getattr(layer, "merged_adapters", None):
-                raise ValueError("model has a merged adapter; call `unmerge_adapter()` first, or merge it for good.")
+                if not hasattr(module, flag):
+                    raise AttributeError(f"PEFT's {type(module).__name__} has no `{flag}`; this PEFT is not supported.")
+            self._layers.append((module, module._get_available_adapters()))
 
     def use(self, adapter: str | None) -> None:
         """Activate `adapter`, or none of them."""
-        for layer in self._layers:
+        for layer, available in self._layers:
             layer._disable_adapters = adapter is None
-            if adapter is not None:
-                wrapped = isinstance(layer, AuxiliaryTrainingWrapper) and adapter not in layer._adapters
-                layer._active_adapter = [] if wrapped else [adapter]
+            if adapter is None:
+                continue
+            if adapter not in available:  # a layer that this adapter does not touch answers with its base weights
+                layer._active_adapter = []
+            else:  # each in the form that PEFT's own set_adapter leaves behind
+                layer._active_adapter = adapter if isinstance(layer, AuxiliaryTrainingWrapper) else [adapter]
         self.current = adapter
 
     @contextmanager
@@ -74,6 +89,8 @@ class RoleSwitch:
 
 def policy_adapter(model: PeftModel, name: str | None) -> str:
     """The adapter that is the policy: `name`, or the active one."""
+    if any(getattr(module, "merged_adapters", None) for module in model.modules()):
+        raise ValueError("model has a merged adapter; call `unmerge_adapter()` first, or merge it for good.")
     if name is not None:
         _require_adapter(model, name, "model_adapter_name")
         return name
@@ -84,7 +101,7 @@ def policy_adapter(model: PeftModel, name: str | None) -> str:
 
 
 def require_lora(model: PeftModel, adapter: str) -> None:
-    """Refuse adapter kinds that cannot be switched off exactly, one line each."""
+    """Refuse adapters that cannot be switched by flags, or off exactly, one line each."""
     config = model.peft_config[adapter]
     if config.is_prompt_learning or config.is_adaption_prompt:
         raise ValueError(f"peft_config: {config.peft_type} is not supported; use a LoRA-type adapter.")
@@ -93,8 +110,11 @@ def require_lora(model: PeftModel, adapter: str) -> None:
             f"peft_config.bias is {config.bias!r}: it trains the base model's biases, so the reference would drift; "
             "use bias='none'."
         )
-    if getattr(config, "target_parameters", None):
-        raise ValueError("peft_config.target_parameters (LoRA on expert parameters) is not supported yet.")
+    for field, what in UNSUPPORTED.items():
+        if getattr(config, field, None):
+            raise ValueError(f"peft_config.{field} ({what}) is not supported.")
+    if any(adapter in dict(module.named_children()) for module in _all_but_dicts(model)):
+        raise ValueError(f"model's adapter {adapter!r} is named like one of the model's own modules; rename it.")
 
 
 def reference_adapter(model: PeftModel, policy: str, name: str | None) -> str | None:
@@ -104,50 +124,48 @@ def reference_adapter(model: PeftModel, policy: str, name: str | None) -> str | 
         _require_adapter(model, name, "ref_adapter_name")
         if name == policy:
             raise ValueError(f"ref_adapter_name is {name!r}, the policy itself; it needs an adapter of its own.")
+        require_lora(model, name)
         _freeze(model, name)
         return name
     if changes_nothing(model, policy):
         return None
-    _require_free(model, REFERENCE_ADAPTER)
     _add_adapter(model, REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[policy]))
-    copied = {name.replace(f".{policy}.", f".{REFERENCE_ADAPTER}."): p for name, p in adapter_parameters(model, policy)}
-    with torch.no_grad():
-        for parameter_name, parameter in adapter_parameters(model, REFERENCE_ADAPTER):
-            parameter.copy_(copied[parameter_name])
+    _copy_adapter(model, policy, REFERENCE_ADAPTER)
     _freeze(model, REFERENCE_ADAPTER)
     return REFERENCE_ADAPTER
 
 
 def add_value_adapter(model: PeftModel, policy: str) -> str:
-    """A fresh adapter for the critic, shaped like the policy's; it starts as the identity."""
-    _require_free(model, VALUE_ADAPTER)
+    """An adapter for the critic, shaped like the policy's. It starts as the identity; where the policy's
+    initialization moved a part of the base weights into the adapter, as a copy of the policy's."""
     config = copy.deepcopy(model.peft_config[policy])
     config.modules_to_save = None
     config.inference_mode = False
-    if not isinstance(getattr(config, "init_lora_weights", True), bool):
-        config.init_lora_weights = True  # pissa and the like would change the shared base weights a second time
+    _exclude(config, head_name(model.get_base_model()))  # values do not pass through it
     _add_adapter(model, VALUE_ADAPTER, config)
+    initialization = getattr(model.peft_config[policy], "init_lora_weights", True)
+    if isinstance(initialization, str) and initialization not in LEAVES_BASE_WEIGHTS:
+        _copy_adapter(model, policy, VALUE_ADAPTER)
+        config.init_lora_weights = initialization  # whoever loads the saved critic must prepare its base alike
     return VALUE_ADAPTER
 
 
 def changes_nothing(model: PeftModel, adapter: str) -> bool:
-    """True when the model with this adapter equals the model without: LoRA B is zero, copies equal their originals."""
-    config = model.peft_config[adapter]
-    if config.peft_type != "LORA" or not isinstance(getattr(config, "init_lora_weights", True), bool):
+    """True when the model with this adapter equals the model without: a LoRA factor is zero, copies equal their
+    originals. False also means "not known": other adapter types."""
+    if model.peft_config[adapter].peft_type != "LORA":
         return False
     for module in model.modules():
-        if isinstance(module, AuxiliaryTrainingWrapper) and adapter in module._adapters:
-            copies = getattr(module, "modules_to_save", None)
-            if copies is None or not _equal_parameters(copies[adapter], module.original_module):
+        if isinstance(module, TrainableTokensLayer):
+            if adapter in module.token_indices and not _equal_tokens(module, adapter):
                 return False
         elif isinstance(module, BaseTunerLayer):
-            for table in ("lora_B", "lora_embedding_B"):
-                entries = getattr(module, table, {})
-                if adapter in entries:
-                    entry = entries[adapter]
-                    weight = entry.weight if isinstance(entry, nn.Module) else entry
-                    if weight.any():
-                        return False
+            for first, second in (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B")):
+                factors = [getattr(module, table, {}) for table in (first, second)]
+                if all(adapter in table and _any_weight(table[adapter]) for table in factors):
+                    return False
+        elif isinstance(module, ModulesToSaveWrapper) and not _equal_copy(module, adapter):
+            return False
     return True
 
 
@@ -160,6 +178,13 @@ def set_trainable(model: PeftModel, adapters: list[str]) -> None:
             parameter.requires_grad_(True)
 
 
+def let_critic_learn(value_model: nn.Module) -> None:
+    """Unfreeze the adapter of a critic that came frozen, as peft loads them; refuse one in which nothing learns."""
+    if isinstance(value_model, PeftModel) and not any(p.requires_grad for p in value_model.parameters()):
+        set_trainable(value_model, [policy_adapter(value_model, None)])
+    require_trainable(value_model, "value_model")
+
+
 def adapter_parameters(model: PeftModel, adapter: str) -> Iterator[tuple[str, nn.Parameter]]:
     """The named parameters that belong to one adapter."""
     for name, parameter in model.named_parameters():
@@ -168,10 +193,35 @@ def adapter_parameters(model: PeftModel, adapter: str) -> Iterator[tuple[str, nn
 
 
 def _add_adapter(model: PeftModel, name: str, config: Any) -> None:
+    """Add an adapter that starts as the identity, without touching what the others learn or the base weights."""
+    if name in model.peft_config:
+        raise ValueError(f"model already has an adapter named {name!r}, the name this trainer needs; rename yours.")
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True  # pissa, olora and the like would move base weights that the policy runs on
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model.add_adapter(name, config)
     for parameter in trainable:  # add_adapter re-activates the old adapter, which may freeze or unfreeze others
         parameter.requires_grad_(True)
+
+
+def _exclude(config: Any, module: str) -> None:
+    excluded = config.exclude_modules
+    if isinstance(excluded, str):  # a pattern
+        config.exclude_modules = f"(?:{excluded})|(?:.*\\.)?{re.escape(module)}"
+    else:
+        config.exclude_modules = [*(excluded or []), module]
+
+
+@torch.no_grad()
+def _copy_adapter(model: PeftModel, source: str, target: str) -> None:
+    weights = {name.replace(f".{source}.", f".{target}."): p for name, p in adapter_parameters(model, source)}
+    for name, parameter in adapter_parameters(model, target):
+        parameter.copy_(weights[name])
+
+
+def _all_but_dicts(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules whose children are named by the model's author, not by an adapter."""
+    return (module for module in model.modules() if not isinstance(module, nn.ModuleDict))
 
 
 def _freeze(model: PeftModel, adapter: str) -> None:
@@ -179,15 +229,23 @@ def _freeze(model: PeftModel, adapter: str) -> None:
         parameter.requires_grad_(False)
 
 
-def _equal_parameters(first: nn.Module, second: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters()))
+def _equal_copy(wrapper: ModulesToSaveWrapper, adapter: str) -> bool:
+    if adapter not in wrapper.modules_to_save:
+        return True
+    pairs = zip(wrapper.modules_to_save[adapter].parameters(), wrapper.original_module.parameters())
+    return all(torch.equal(first, second) for first, second in pairs)
+
+
+def _equal_tokens(layer: TrainableTokensLayer, adapter: str) -> bool:
+    rows = layer.base_layer.weight[layer.token_indices[adapter]]
+    return torch.equal(layer.trainable_tokens_delta[adapter], rows)
+
+
+def _any_weight(factor: nn.Module | nn.Parameter) -> bool:
+    parameters = factor.parameters() if isinstance(factor, nn.Module) else [factor]
+    return any(bool(parameter.any()) for parameter in parameters)
 
 
 def _require_adapter(model: PeftModel, name: str, field: str) -> None:
     if name not in model.peft_config:
         raise ValueError(f"{field} is {name!r}, but the model's adapters are {list(model.peft_config)}.")
-
-
-def _require_free(model: PeftModel, name: str) -> None:
-    if name in model.peft_config:
-        raise ValueError(f"model already has an adapter named {name!r}, the name this trainer needs; rename yours.")

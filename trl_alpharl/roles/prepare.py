@@ -17,24 +17,45 @@ def refuse_unsupported(config: object, name: str) -> None:
 
 def refuse_offloaded(model: nn.Module, name: str) -> None:
     """Refuse accelerate's cpu/disk dispatch: backward succeeds and leaves LoRA without gradients (measured)."""
-    inner = unwrap_peft(model)
-    places = set((getattr(inner, "hf_device_map", None) or {}).values())
+    places = set((getattr(unwrap_peft(model), "hf_device_map", None) or {}).values())
     if places & {"cpu", "disk"} and places != {"cpu"}:
         raise ValueError(
             f"{name} is dispatched to {sorted(map(str, places))}: offloaded layers give adapters no gradients. "
             "Load it without a device_map, or quantized to fit."
         )
-    if any(getattr(getattr(module, "_hf_hook", None), "offload", False) for module in inner.modules()):
-        raise ValueError(f"{name} has offloaded layers, which give adapters no gradients; load it without offload.")
+    for module in model.modules():
+        hook = getattr(module, "_hf_hook", None)
+        if any(getattr(part, "offload", False) for part in (hook, *getattr(hook, "hooks", ()))):
+            raise ValueError(f"{name} has offloaded layers, which give adapters no gradients; load it without offload.")
+
+
+def refuse_shared_weights(model: nn.Module, others: dict[str, nn.Module | None], name: str) -> None:
+    """Refuse a model that will be frozen while another role trains on the same parameters."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for other_name, other in others.items():
+        if other is not None and any(id(parameter) in own for parameter in other.parameters()):
+            raise ValueError(
+                f"{name} shares weights with {other_name}: freezing one would freeze the other. "
+                f"Pass a copy, or {name}=None to let the trainer choose."
+            )
+
+
+def require_trainable(model: nn.Module, name: str) -> None:
+    """Refuse a model without adapter in which nothing learns."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(f"{name} has no trainable parameter; call requires_grad_(True) on what should learn.")
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """True when a layer holds bitsandbytes 4-bit or 8-bit weights."""
-    return any(type(module).__name__ in ("Linear4bit", "Linear8bitLt") for module in model.modules())
+    """True when layers hold packed weights: bitsandbytes, or what else transformers loads quantized."""
+    kinds = ("Linear4bit", "Linear8bitLt")
+    return getattr(unwrap_peft(model), "is_quantized", False) or any(
+        type(module).__name__ in kinds for module in model.modules()
+    )
 
 
 def keep_quantized_layers_trainable(model: nn.Module) -> None:
-    """Stop bitsandbytes from repacking NF4 weights on AVX512-BF16 CPUs.
+    """Stop bitsandbytes from repacking NF4 weights on AVX512-BF16 CPUs, and undo what it has repacked.
 
     One no-gradient forward in eval mode repacks them in place; later training forwards take a kernel without autograd
     and the gradients are 60-100 % wrong, without an error (measured on bitsandbytes 0.50.2).
@@ -42,15 +63,19 @@ def keep_quantized_layers_trainable(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
+                module.state_dict()  # unpacks the weight in place before it collects it
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Turn every dropout off, module or plain attribute: old and new log-probs must come from one function."""
+    """Turn off every dropout and router jitter, module or attribute: old and new log-probs must come from one
+    function."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
         for name, value in vars(module).items():
-            if ("dropout" in name or "layerdrop" in name) and isinstance(value, float) and value > 0:
+            noisy = any(word in name for word in ("dropout", "layerdrop", "jitter"))
+            if noisy and isinstance(value, float) and value > 0:
                 setattr(module, name, 0.0)
 
 

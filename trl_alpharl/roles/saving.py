@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 from peft import PeftModel, TaskType, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from .actor_critic import ActorCritic
 from .adapters import VALUE_ADAPTER
-from .backbone import decoder_of, unwrap_peft
+from .backbone import decoder_of, head_name, unwrap_peft
 
 ADAPTER_FILE = "adapter_model.safetensors"
 HEAD_FILE = "value_head.safetensors"
@@ -25,7 +25,7 @@ SCORE = "score.weight"
 def save_policy(model: ActorCritic, folder: Path) -> None:
     """The policy: a plain peft adapter folder, or a plain transformers model folder."""
     if isinstance(model.policy, PeftModel):
-        _save_adapter(model.policy, model.adapters["policy"], folder)
+        _save_adapter(model.policy, model.adapters["policy"], TaskType.CAUSAL_LM, folder)
     else:
         model.policy.save_pretrained(folder)
 
@@ -45,13 +45,16 @@ def save_critic(model: ActorCritic, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if model.value_model is not None:
-        model.value_model.save_pretrained(folder)
+        if isinstance(model.value_model, PeftModel):
+            _save_adapter(model.value_model, model.value_model.active_adapters[0], TaskType.SEQ_CLS, folder)
+        else:
+            model.value_model.save_pretrained(folder)
         return
     score = model.value_head.weight.detach().cpu()
     save_file({SCORE: score.contiguous()}, folder / HEAD_FILE)
     if isinstance(model.policy, PeftModel):
         adapter = model.adapters["critic"] or model.adapters["policy"]
-        _save_adapter(model.policy, adapter, folder, {f"base_model.model.{SCORE}": score})
+        _save_adapter(model.policy, adapter, TaskType.SEQ_CLS, folder, score)
     else:
         _save_classifier(model.policy, score, folder)
 
@@ -67,29 +70,33 @@ def load_critic(model: ActorCritic, folder: Path) -> None:
     with torch.no_grad():
         model.value_head.weight.copy_(load_file(folder / HEAD_FILE)[SCORE])
     if model.critic == "adapter":
-        _load_adapter(model.policy, VALUE_ADAPTER, folder)
+        _load_adapter(model.policy, VALUE_ADAPTER, folder, drop=SCORE)
 
 
-def _save_adapter(model: PeftModel, adapter: str, folder: Path, score: dict[str, torch.Tensor] | None = None) -> None:
-    """One adapter in peft's format; with `score`, as a sequence classifier's adapter that carries its head."""
+def _save_adapter(
+    model: PeftModel, adapter: str, task: TaskType, folder: Path, score: torch.Tensor | None = None
+) -> None:
+    """One adapter in peft's format; with `score`, a language model's adapter as a sequence classifier's."""
     folder.mkdir(parents=True, exist_ok=True)
     # The hub is not asked whether the vocabulary was resized: embeddings that train are adapter weights already.
     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     config = copy.deepcopy(model.peft_config[adapter])
     config.inference_mode = True
+    config.task_type = task  # AutoPeftModel chooses the class by it; a script may have left it out
     if score is not None:
-        head = [name for name in state if ".lm_head." in name or ".embed_out." in name]
-        state = {name: tensor for name, tensor in state.items() if name not in head} | score
-        config.task_type = TaskType.SEQ_CLS
-        config.modules_to_save = sorted({*(config.modules_to_save or []), "score"} - {"lm_head", "embed_out"})
+        head = head_name(model.get_base_model())
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(f"base_model.model.{head}.")}
+        state[f"base_model.model.{SCORE}"] = score
+        config.modules_to_save = sorted({*(config.modules_to_save or []), "score"} - {head})
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / ADAPTER_FILE)
     config.save_pretrained(folder)
 
 
-def _load_adapter(model: PeftModel, adapter: str, folder: Path) -> None:
+def _load_adapter(model: PeftModel, adapter: str, folder: Path, drop: str | None = None) -> None:
+    """An adapter folder into an adapter of the same shape; `drop` is the end of a name that is not its."""
     state = load_file(folder / ADAPTER_FILE)
-    if adapter == VALUE_ADAPTER:
-        state = {name: tensor for name, tensor in state.items() if not name.endswith(SCORE)}
+    if drop is not None:
+        state = {name: tensor for name, tensor in state.items() if not name.endswith(drop)}
     own = {name for name, _ in model.named_parameters()}
     result = set_peft_model_state_dict(model, state, adapter_name=adapter)
     if result.unexpected_keys:
@@ -117,20 +124,22 @@ def _save_classifier(policy: Any, score: torch.Tensor, folder: Path) -> None:
 
 
 def _load_model(model: Any, folder: Path) -> None:
-    """Weights of a model folder, sharded or not, into a model of the same kind."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = ["model.safetensors"]
+    """Weights of a model folder, in one file or several, into a model of the same kind."""
     inner = unwrap_peft(model)
-    missing = set(inner.state_dict())
-    for name in names:
-        state = load_file(folder / name)
-        result = inner.load_state_dict(state, strict=False)
-        if result.unexpected_keys:
-            raise ValueError(f"{folder / name} does not fit the model: unexpected {result.unexpected_keys[0]!r}.")
-        missing -= set(state)
-    missing -= set(getattr(inner, "all_tied_weights_keys", None) or {})
-    if missing:
-        raise ValueError(f"{folder} does not fit the model: {sorted(missing)[0]!r} is missing.")
+    missing = set(inner.state_dict()) - set(getattr(inner, "all_tied_weights_keys", None) or {})
+    saved: set[str] = set()
+    files = sorted(folder.glob("model*.safetensors"))
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            saved |= set(weights.keys())
+    if saved <= set(inner.state_dict()):
+        for file in files:
+            inner.load_state_dict(load_file(file), strict=False)
+    else:  # experts are saved in another layout than they run in; fp32 holds every dtype exactly
+        loaded, info = type(inner).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+        if info["unexpected_keys"]:
+            raise ValueError(f"{folder} does not fit the model: unexpected {min(info['unexpected_keys'])!r}.")
+        inner.load_state_dict(loaded.state_dict())
+        saved = missing - set(info["missing_keys"])
+    if missing - saved:
+        raise ValueError(f"{folder} does not fit the model: {min(missing - saved)!r} is missing.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,7 +116,7 @@ def _neutral_generation(actor_critic: Any, sampling: Sampling) -> Iterator[Gener
         pad_token_id=sampling.pad_id,
         use_cache=True,
     )
-    own = copy.copy(actor_critic.generation_config)
+    own = actor_critic.generation_config
     training = actor_critic.training
     actor_critic.eval()
     actor_critic.set_generation_config(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import HubStrategy, rotate_checkpoints
+from transformers.utils import PushInProgress
+from transformers.utils.hub import hf_api
 
 from .. import __version__
 from ..records import Advantages, Rollout, Scored
@@ -20,12 +24,20 @@ from ..roles import saving
 
 MANIFEST = "manifest.json"
 CONTROLLERS = "controllers.json"
+ROLLOUT = "rollout.safetensors"
 ARGUMENTS = "training_args.json"
 STAGING = ".saving"
+# Files of a checkpoint that only a resumed run reads; a model repository does without them.
+RUN_STATE = ["*.pt", "*.pth", "trainer_state.json", "controllers*.json", "rollout*.safetensors", MANIFEST]
 
 
 class CheckpointMixin:
     """The trainer's saving and loading."""
+
+    _staging: str | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging or super()._get_output_dir(trial)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Policy (plain transformers or peft), tokenizer, arguments, and the critic beside in `critic/`."""
@@ -36,117 +48,180 @@ class CheckpointMixin:
         saving.save_policy(self.model, folder)
         saving.save_critic(self.model, folder / "critic")
         self.processing_class.save_pretrained(folder)
-        (folder / ARGUMENTS).write_text(self.args.to_json_string())
+        (folder / ARGUMENTS).write_text(self.user_args.to_json_string())
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint beside its place and move it there when it is whole."""
-        with self._staged_checkpoint(trial) as staging:
+        """Write a checkpoint beside its place, move it there when it is whole, then push it and delete old ones."""
+        run_dir = Path(self._get_output_dir(trial))
+        final = run_dir / f"checkpoint-{self.state.global_step}"
+        self.create_model_card(model_name=Path(self.args.output_dir).name)
+        with self._staged(run_dir / STAGING) as staging:
             super()._save_checkpoint(model, trial)
-            checkpoint = staging / f"checkpoint-{self.state.global_step}"
-            self._save_run_state(checkpoint)
+            checkpoint = staging / final.name
+            self._save_run_state(checkpoint, final)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
+                if self.is_world_process_zero():
+                    shutil.copy(Path(self.args.output_dir) / "README.md", checkpoint)
                 self._write_manifest(checkpoint)
+                _put_in_place(checkpoint, final)
+        self.accelerator.wait_for_everyone()
+        uploading = self._uploading()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+        if self.args.should_save and not uploading:  # an older checkpoint may still be read by its upload
+            best = self.state.best_model_checkpoint
+            rotate_checkpoints(str(run_dir), self.args.save_total_limit, best, use_mtime=True)
 
     @contextmanager
-    def _staged_checkpoint(self, trial: Any) -> Iterator[Path]:
-        run_dir = Path(self._get_output_dir(trial))
-        staging = run_dir / STAGING
-        name = f"checkpoint-{self.state.global_step}"
+    def _staged(self, staging: Path) -> Iterator[Path]:
+        """transformers' own saving goes to `staging` and pushes nothing; what a crash left there goes."""
         if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)  # what a crash left behind
+            shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        push, self.args.push_to_hub = self.args.push_to_hub, False  # pushed from its final place below
-        self._get_output_dir = lambda trial: str(staging)
+        push, self.args.push_to_hub = self.args.push_to_hub, False
+        self._staging = str(staging)
         try:
             yield staging
         finally:
-            del self._get_output_dir
+            self._staging = None
             self.args.push_to_hub = push
-        if self.args.should_save:
-            final = run_dir / name
-            shutil.rmtree(final, ignore_errors=True)
-            os.replace(staging / name, final)
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(run_dir / name))
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(run_dir),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
 
-    def _save_run_state(self, checkpoint: Path) -> None:
+    def _save_run_state(self, checkpoint: Path, final: Path) -> None:
         """What training needs beside weights and optimizer: controllers, metric sums, the rollout in use."""
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            if best is not None and STAGING in Path(best).parts:  # transformers saw the staging place
-                final = Path(self._checkpoint_home()) / Path(best).name
-                self.state.best_model_checkpoint = str(final)
+        if self.state.best_model_checkpoint == str(checkpoint):  # transformers noted the staging place
+            self.state.best_model_checkpoint = str(final)
+            if self.args.should_save:
                 self.state.save_to_json(str(checkpoint / "trainer_state.json"))
-            if not self.args.save_only_model:
-                self.create_model_card(model_name=Path(self.args.output_dir).name)
         if self.args.save_only_model:
             return
         state = {name: controller.state_dict() for name, controller in self._controllers().items()}
         (checkpoint / _rank_file(CONTROLLERS, self.args)).write_text(json.dumps(state))
         if self._experience is not None:
-            path = checkpoint / _rank_file("rollout.safetensors", self.args)
-            save_file(_experience_tensors(self._experience), path, metadata=_experience_facts(self._experience))
-
-    def _checkpoint_home(self) -> str:
-        return self.args.output_dir
+            save_experience(self._experience, checkpoint / _rank_file(ROLLOUT, self.args))
 
     def _controllers(self) -> dict[str, Any]:
         """Everything with a state of plain numbers, by name."""
         return {"kl": self.kl_controller, "metrics": self.metrics, "faults": self.faults}
 
     def _write_manifest(self, checkpoint: Path) -> None:
-        files = {
-            str(path.relative_to(checkpoint)): path.stat().st_size
-            for path in sorted(checkpoint.rglob("*"))
-            if path.is_file()
+        manifest = {
+            "format": 1,
+            "trl_alpharl": __version__,
+            "step": self.state.global_step,
+            "save_only_model": self.args.save_only_model,
+            "run": self._sizes(),
+            "files": {
+                path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+                for path in sorted(checkpoint.rglob("*"))
+                if path.is_file()
+            },
         }
-        manifest = {"format": 1, "trl_alpharl": __version__, "step": self.state.global_step, "files": files}
         (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+    def _sizes(self) -> dict[str, int]:
+        """What a resumed run must share with the run that saved, or steps and rollouts would not line up."""
+        names = ("world_size", "batch_size", "num_ppo_epochs", "num_mini_batches")
+        return {name: getattr(self.args, name) for name in names}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load policy, critic, controllers and the rollout in use; the optimizer follows from transformers."""
         checkpoint = Path(resume_from_checkpoint)
-        check_manifest(checkpoint)
+        manifest = check_manifest(checkpoint)
+        if manifest["save_only_model"]:
+            raise ValueError(f"{checkpoint} was saved with save_only_model: it has no optimizer to resume with.")
+        for name, size in self._sizes().items():
+            if manifest["run"][name] != size:
+                raise ValueError(f"{checkpoint} was saved with {name}={manifest['run'][name]}; this run has {size}.")
         self._load_weights(checkpoint)
-        controllers = checkpoint / _rank_file(CONTROLLERS, self.args)
-        if not controllers.is_file():
-            raise ValueError(
-                f"{checkpoint} has no {controllers.name}; it was saved with save_only_model or by more processes."
-            )
-        state = json.loads(controllers.read_text())
+        state = json.loads((checkpoint / _rank_file(CONTROLLERS, self.args)).read_text())
         for name, controller in self._controllers().items():
             controller.load_state_dict(state[name])
-        rollout = checkpoint / _rank_file("rollout.safetensors", self.args)
-        self._experience = _load_experience(rollout, self.accelerator.device) if rollout.is_file() else None
+        rollout = checkpoint / _rank_file(ROLLOUT, self.args)
+        self._experience = load_experience(rollout, self.accelerator.device) if rollout.is_file() else None
 
     def _load_best_model(self) -> None:
         """Load policy and critic of the best checkpoint."""
-        self._load_weights(Path(self.state.best_model_checkpoint))
+        best = Path(self.state.best_model_checkpoint)
+        check_manifest(best)
+        self._load_weights(best)
 
     def _load_weights(self, checkpoint: Path) -> None:
         saving.load_policy(self.model, checkpoint)
         saving.load_critic(self.model, checkpoint / "critic")
 
+    # The hub
 
-def check_manifest(checkpoint: Path) -> None:
-    """Raise ValueError, naming the file, unless a checkpoint folder is whole."""
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Upload a checkpoint's models, and the checkpoint itself where hub_strategy says so, in the background.
+
+        Unlike transformers' own, it pushes the critic too and no pickle of the arguments, which would hold the token.
+        """
+        args = self.args
+        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+            return
+        if self._uploading() and not args.hub_always_push:
+            return
+        self.callback_handler.on_push_begin(args, self.state, self.control)
+        message = f"Training in progress, step {self.state.global_step}"
+        jobs = [self._upload(checkpoint_folder, message, ignore_patterns=RUN_STATE)]
+        if args.hub_strategy == HubStrategy.CHECKPOINT:
+            jobs.append(self._upload(checkpoint_folder, f"{message}, checkpoint", path_in_repo="last-checkpoint"))
+        elif args.hub_strategy == HubStrategy.ALL_CHECKPOINTS:
+            name = Path(checkpoint_folder).name
+            jobs.append(self._upload(checkpoint_folder, f"{message}, checkpoint", path_in_repo=name))
+        if self._uploading():
+            jobs = [*self.push_in_progress.jobs, *jobs]
+        self.push_in_progress = PushInProgress(jobs)
+
+    def _upload(self, folder: str, message: str, **where: Any) -> Any:
+        return hf_api().upload_folder(
+            repo_id=self.hub_model_id,
+            folder_path=folder,
+            commit_message=message,
+            token=self.args.hub_token,
+            revision=self.args.hub_revision,
+            run_as_future=True,
+            **where,
+        )
+
+    def _uploading(self) -> bool:
+        push = getattr(self, "push_in_progress", None)
+        return push is not None and not push.is_done()
+
+
+def _put_in_place(checkpoint: Path, final: Path) -> None:
+    """Move a whole checkpoint to its place; one of an earlier run that is in the way goes first, in one move too."""
+    if final.exists():
+        os.replace(final, checkpoint.with_name("replaced"))
+    os.replace(checkpoint, final)
+
+
+def check_manifest(checkpoint: Path) -> dict[str, Any]:
+    """A checkpoint's manifest. Raises ValueError, naming the file, unless all of the checkpoint is as it was saved."""
     if not (checkpoint / MANIFEST).is_file():
         raise ValueError(f"{checkpoint} is no checkpoint of this trainer: {MANIFEST} is missing.")
-    for name, size in json.loads((checkpoint / MANIFEST).read_text())["files"].items():
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_text())
+    except ValueError as error:
+        raise ValueError(f"{checkpoint} is damaged: {MANIFEST} cannot be read.") from error
+    for name, saved in manifest["files"].items():
         path = checkpoint / name
-        if not path.is_file() or path.stat().st_size != size:
-            found = f"{path.stat().st_size} bytes" if path.is_file() else "nothing"
-            raise ValueError(f"{checkpoint} is damaged: {name} should have {size} bytes, found {found}.")
+        if not path.is_file():
+            raise ValueError(f"{checkpoint} is damaged: {name} is missing.")
+        if path.stat().st_size != saved["bytes"]:
+            size = path.stat().st_size
+            raise ValueError(f"{checkpoint} is damaged: {name} should have {saved['bytes']} bytes, found {size}.")
+        if _digest(path) != saved["sha256"]:
+            raise ValueError(f"{checkpoint} is damaged: {name} is not what was saved (its checksum differs).")
+    return manifest
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _rank_file(name: str, args: Any) -> str:
@@ -154,26 +229,24 @@ def _rank_file(name: str, args: Any) -> str:
     return name if args.world_size == 1 else f"{stem}_{args.process_index}.{suffix}"
 
 
+# The rollout record
+
 _ROLLOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "finished")
 _SCORED = ("old_per_token_logps", "ref_per_token_logps", "values", "entropies", "scores", "valid")
 _ADVANTAGES = ("mask", "token_rewards", "advantages", "returns")
 
 
-def _experience_tensors(experience: Advantages) -> dict[str, torch.Tensor]:
-    parts = ((experience.scored.rollout, _ROLLOUT), (experience.scored, _SCORED), (experience, _ADVANTAGES))
-    return {name: getattr(part, name).contiguous().clone() for part, names in parts for name in names}
-
-
-def _experience_facts(experience: Advantages) -> dict[str, str]:
+def save_experience(experience: Advantages, path: Path) -> None:
+    """Write a rollout record. The dataset rows are not in it: the rewards have already seen them."""
     scored = experience.scored
+    parts = ((scored.rollout, _ROLLOUT), (scored, _SCORED), (experience, _ADVANTAGES))
+    tensors = {name: getattr(part, name).contiguous().clone() for part, names in parts for name in names}
     facts = {"index": scored.rollout.index, "finite": scored.finite, "cause": scored.cause}
-    return {"facts": json.dumps(facts)}
+    save_file(tensors, path, metadata={"facts": json.dumps(facts)})
 
 
-def _load_experience(path: Path, device: torch.device) -> Advantages:
-    """A saved rollout record. The dataset rows are not in it: the rewards have already seen them."""
-    from safetensors import safe_open
-
+def load_experience(path: Path, device: torch.device) -> Advantages:
+    """What `save_experience` wrote, on `device`, with no dataset rows."""
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["facts"])
     tensors = {name: tensor.to(device) for name, tensor in load_file(path).items()}

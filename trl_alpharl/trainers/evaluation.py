@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from accelerate.utils import gather_object
 from rich.console import Console
 from transformers.trainer_utils import EvalLoopOutput
+from transformers.utils import logging
 
 from ..functional.masking import masked_sum
 from ..records import Scored
@@ -14,6 +16,8 @@ from ..rollout.sampler import sample
 from ..rollout.scoring import plan_chunks
 from .loader import PromptLoader
 from .metrics import MetricSums
+
+logger = logging.get_logger(__name__)
 
 SAMPLE_ROWS = 5
 
@@ -47,12 +51,15 @@ class EvaluationMixin:
         sums = MetricSums()
         for number, examples in enumerate(dataloader):
             scored = self._score_examples(examples, number, sums)
+            if not scored.finite:
+                logger.warning(f"{description}: {scored.cause} is not finite; those rows are left out of the means.")
             rows = scored.valid.sum().cpu()
             mask = scored.rollout.completion_mask & scored.valid.unsqueeze(1)
             sums.add("objective/scores", scored.scores.sum().cpu(), rows)
             sums.add("objective/kl", self._kl(scored).sum().cpu(), rows)
             sums.add("objective/entropy", -masked_sum(scored.old_per_token_logps, mask).cpu(), rows)
             sums.add("completions/mean_length", scored.rollout.completion_mask.sum().cpu(), len(examples))
+            sums.add("completions/finished", scored.rollout.finished.sum().cpu(), len(examples))
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         means = sums.flush(self._sum_over_processes, self._union_over_processes)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in means.items()}
@@ -61,8 +68,8 @@ class EvaluationMixin:
     def generate_completions(self, sampling: bool = False) -> list[dict[str, Any]]:
         """Sample completions for the evaluation prompts, print the first few as a table, and return them all.
 
-        `sampling=True` takes the first batch only. Rows are dicts with `query`, `model response` and `score`; without
-        an eval_dataset the list is empty, as in TRL 1.12. The policy's temperature is kept.
+        `sampling=True` takes each process's first batch only. Rows are dicts with `query`, `model response` and
+        `score`; without an eval_dataset the list is empty, as in TRL 1.12. The policy's temperature is kept.
         """
         if self.eval_dataset is None:
             return []
@@ -73,6 +80,8 @@ class EvaluationMixin:
             table += self._table_rows(scored)
             if sampling:
                 break
+        if self.accelerator.num_processes > 1:
+            table = gather_object(table)
         if self.is_world_process_zero():
             self._show_table(table)
         return table

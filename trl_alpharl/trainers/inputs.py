@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -113,18 +114,25 @@ def _resolve_reward(reward: Any, processing_class: Any, tokenizer: Any, policy: 
 
 
 def _reward_tokenizer(reward_model: Any, tokenizer: Any, policy: Any) -> Any:
-    """The reward model's own tokenizer, by its name; the policy's for a nameless model with its vocabulary."""
+    """The reward model's own tokenizer, by its name; without one the policy's, if the vocabularies have one size."""
     config = unwrap_peft(reward_model).config
     name = getattr(config, "_name_or_path", "")
     policy_config = unwrap_peft(policy).config
+    same_vocabulary = config.get_text_config().vocab_size == policy_config.get_text_config().vocab_size
     if name and name != getattr(policy_config, "_name_or_path", ""):
         try:
             return AutoTokenizer.from_pretrained(name)
         except (OSError, ValueError) as error:
-            raise ValueError(
-                f"the reward model {name!r} has no tokenizer that loads; pass it in reward_processing_classes."
-            ) from error
-    if config.get_text_config().vocab_size != policy_config.get_text_config().vocab_size:
+            if not same_vocabulary:
+                raise ValueError(
+                    f"the reward model {name!r} has no tokenizer that loads; pass it in reward_processing_classes."
+                ) from error
+            warnings.warn(
+                f"the reward model {name!r} has no tokenizer of its own; it gets the policy's, as in TRL 1.12. "
+                "Pass another in reward_processing_classes.",
+                stacklevel=2,
+            )
+    if not same_vocabulary:
         raise ValueError(
             "the reward model's vocabulary differs from the policy's; pass its tokenizer in reward_processing_classes."
         )
@@ -153,19 +161,25 @@ def check_datasets(prompts: Any, train_dataset: Any, eval_dataset: Any) -> None:
         prompts.check(dict(dataset[0]), name)
 
 
-def check_optimizer(optimizer: Any, actor_critic: Any) -> None:
-    """Let an optimizer that a script passed know the value head, which is made after it."""
+def check_optimizer(optimizer: Any, actor_critic: Any, critic_learning_rate: float | None) -> None:
+    """Let an optimizer that a script passed know the value head, which is made after it.
+
+    Raises ValueError for an optimizer that does not train the policy: one made before `peft_config` wrapped the model.
+    """
     if optimizer is None:
         return
+    if critic_learning_rate is not None:
+        raise ValueError("critic_learning_rate is set, but optimizers is passed; set the rate in its parameter groups.")
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    trainable = {id(parameter) for parameter in actor_critic.parameters() if parameter.requires_grad}
-    if not known & trainable:
+    critic = actor_critic.critic_parameters()
+    learning = {id(parameter) for parameter in actor_critic.parameters() if parameter.requires_grad}
+    if not known & (learning - {id(parameter) for parameter in critic}):
         raise ValueError(
-            "optimizers: none of the optimizer's parameters learn; build it from the adapter's parameters."
+            "optimizers: the optimizer holds no parameter that the policy trains; wrap the model with get_peft_model "
+            "first and build it from the parameters that require gradients."
         )
-    new = [parameter for parameter in actor_critic.critic_parameters() if id(parameter) not in known]
-    if new:
-        optimizer.add_param_group({"params": new})
+    # Into a group that is there: a scheduler that was passed counts the groups.
+    optimizer.param_groups[0]["params"] += [parameter for parameter in critic if id(parameter) not in known]
 
 
 def split_critic_groups(optimizer: Any, critic: list[nn.Parameter], learning_rate: float) -> None:

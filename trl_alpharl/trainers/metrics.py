@@ -20,8 +20,8 @@ class MetricSums:
 
     def add(self, name: str, total: Tensor | float, count: Tensor | float = 1.0) -> None:
         """Add `total`, a sum over `count` things."""
-        total = torch.as_tensor(total)
-        pair = torch.stack([total.detach().double(), torch.as_tensor(count, device=total.device).double()])
+        total = torch.as_tensor(total, dtype=torch.float64).detach()
+        pair = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
         self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def add_all(self, name: str, values: Tensor, mask: Tensor) -> None:

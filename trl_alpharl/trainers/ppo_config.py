@@ -4,39 +4,17 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .._trl import BaseConfig
-from ..knobs import PPOKnobs
-
-# Sizes that 1.12 computed and stored in fields; here they are read-only properties.
-COMPUTED = (
-    "world_size",
-    "num_total_batches",
-    "micro_batch_size",
-    "local_batch_size",
-    "batch_size",
-    "local_mini_batch_size",
-    "mini_batch_size",
-)
-# What users of other trainers reach for first.
-OTHER_NAMES = {
-    "max_completion_length": "response_length",
-    "beta": "kl_coef",
-    "num_iterations": "num_ppo_epochs",
-    "epsilon": "cliprange",
-    "epsilon_high": "cliprange_high",
-    "ppo_epochs": "num_ppo_epochs",
-    "init_kl_coef": "kl_coef",
-    "target_kl": "kl_target",
-    "horizon": "kl_horizon",
-}
+from ..knobs import COMPUTED, OTHER_NAMES, PPOKnobs
 
 
-@dataclass
+@dataclass(repr=False)  # TrainingArguments' repr keeps hub_token to itself
 class PPOConfig(PPOKnobs, BaseConfig):
     """Configuration of `PPOTrainer`.
 
@@ -48,8 +26,17 @@ class PPOConfig(PPOKnobs, BaseConfig):
     cannot work.
     """
 
-    gradient_checkpointing: bool | None = False
-    bf16: bool | None = None
+    # TRL turns both on by default. 1.12's trainer in fact ran without them; recomputing doubles the backward pass.
+    gradient_checkpointing: bool | None = field(
+        default=None, metadata={"help": "Recompute activations in the backward pass. None: no."}
+    )
+    bf16: bool | None = field(default=None, metadata={"help": "Compute in bfloat16. None: if the GPU can."})
+    # A string too, for parsers of command lines, which hand JSON over.
+    model_init_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Arguments of from_pretrained when the model is passed by name."}
+    )
+
+    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "model_init_kwargs"]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         for name in kwargs:
@@ -60,12 +47,14 @@ class PPOConfig(PPOKnobs, BaseConfig):
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        if self.bf16 is None:
+        self.bf16_by_hardware = self.bf16 is None
+        if self.bf16_by_hardware:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
+        self._accumulation: int | None = None
         _check_choices(self)
         _check_ranges(self)
         super().__post_init__()
-        self._accumulation: int | None = None
+        _check_sizes(self)
         _refuse_unsupported(self)
 
     # 1.12's sizes
@@ -105,6 +94,10 @@ class PPOConfig(PPOKnobs, BaseConfig):
         """Rollouts of the whole run; None until `total_episodes` is known (the trainer sets it from the dataset)."""
         return None if self.total_episodes is None else math.ceil(self.total_episodes / self.batch_size)
 
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain values. transformers blots out every field called `*_token`; ours is no secret."""
+        return {**super().to_dict(), "stop_token": self.stop_token}
+
     def for_trainer(self, num_prompts: int) -> PPOConfig:
         """A copy for the training loop, `self` untouched: one loader item is one optimizer step, so the loop's own
         accumulation is 1; episodes and optimizer steps are filled in from the dataset's length."""
@@ -113,55 +106,78 @@ class PPOConfig(PPOKnobs, BaseConfig):
         args.gradient_accumulation_steps = 1
         args.ignore_data_skip = True  # the loader starts at global_step by itself
         args.remove_unused_columns = False
+        if args.max_steps > 0:  # wins over episodes, as over num_train_epochs in transformers
+            args.total_episodes = math.ceil(args.max_steps / args.steps_per_rollout) * args.batch_size
+            return args
         if args.total_episodes is None:
             args.total_episodes = max(1, int(args.num_train_epochs * num_prompts))
-        if args.max_steps <= 0:
-            args.max_steps = args.num_total_batches * args.steps_per_rollout
+        args.max_steps = args.num_total_batches * args.steps_per_rollout
         return args
 
 
 def _check_choices(config: PPOConfig) -> None:
     hints = get_type_hints(PPOKnobs)
-    for field in fields(PPOKnobs):
-        choices: tuple[Any, ...] = ()
-        for part in (hints[field.name], *get_args(hints[field.name])):
-            if get_origin(part) is Literal:
-                choices = get_args(part)
-        value = getattr(config, field.name)
-        if choices and value is not None and value not in choices:
-            raise ValueError(f"{field.name} is {value!r}; it must be one of {', '.join(map(repr, choices))}.")
+    for knob in fields(PPOKnobs):
+        parts = (hints[knob.name], *get_args(hints[knob.name]))
+        choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+        allowed = [*choices, None] if type(None) in parts else choices
+        value = getattr(config, knob.name)
+        if choices and value not in allowed:
+            raise ValueError(f"{knob.name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
+
+
+# Fields, their type, what must hold, and how to say it. None passes where it is the default.
+_RANGES: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
+    (
+        "per_device_train_batch_size gradient_accumulation_steps num_ppo_epochs num_mini_batches total_episodes "
+        "response_length local_rollout_forward_batch_size kl_horizon",
+        int,
+        lambda value: value >= 1,
+        "a whole number, at least 1",
+    ),
+    (
+        "critic_warmup_steps num_sample_generations stop_token_id",
+        int,
+        lambda value: value >= 0,
+        "a whole number, 0 or more",
+    ),
+    (
+        "temperature cliprange cliprange_high cliprange_value missing_eos_penalty kl_target",
+        (int, float),
+        lambda value: value > 0,
+        "above 0",
+    ),
+    ("kl_coef vf_coef critic_learning_rate", (int, float), lambda value: value >= 0, "0 or more"),
+    ("gamma lam lam_critic", (int, float), lambda value: 0 <= value <= 1, "between 0 and 1"),
+)
 
 
 def _check_ranges(config: PPOConfig) -> None:
-    at_least_one = (
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-        "num_ppo_epochs",
-        "num_mini_batches",
-        "total_episodes",
-        "response_length",
-        "local_rollout_forward_batch_size",
-        "kl_horizon",
-    )
-    positive = ("temperature", "cliprange", "cliprange_high", "cliprange_value", "missing_eos_penalty", "kl_target")
-    not_negative = ("kl_coef", "vf_coef", "critic_warmup_steps", "num_sample_generations", "critic_learning_rate")
-    for names, holds, rule in (
-        (at_least_one, lambda value: value >= 1, "at least 1"),
-        (positive, lambda value: value > 0, "above 0"),
-        (not_negative, lambda value: value >= 0, "0 or more"),
-        (("gamma", "lam", "lam_critic"), lambda value: 0 <= value <= 1, "between 0 and 1"),
-    ):
-        for name in names:
+    defaults = {knob.name: knob.default for knob in fields(config)}
+    for names, kind, holds, rule in _RANGES:
+        for name in names.split():
             value = getattr(config, name)
-            if value is None:
+            if value is None and defaults[name] is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
+            number = isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
+            if not (number and holds(value)):
                 raise ValueError(f"{name} is {value!r}; it must be {rule}.")
-    local = config.per_device_train_batch_size * config.gradient_accumulation_steps
+
+
+def _check_sizes(config: PPOConfig) -> None:
+    """What several fields must satisfy together."""
+    local = config.local_batch_size
     if local % config.num_mini_batches:
         raise ValueError(
             f"num_mini_batches is {config.num_mini_batches}, which does not divide the rollout of {local} completions "
             "a process (per_device_train_batch_size x gradient_accumulation_steps)."
+        )
+    if config.kl_target is not None and config.kl_coef == 0:
+        raise ValueError("kl_coef is 0, which kl_target cannot steer; start it above 0.")
+    if config.kl_target is not None and config.kl_horizon * 5 <= config.batch_size:
+        raise ValueError(
+            f"kl_horizon is {config.kl_horizon}; it must be above a fifth of the rollout's {config.batch_size} "
+            "completions, or one update could take kl_coef to 0."
         )
 
 

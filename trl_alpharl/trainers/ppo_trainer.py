@@ -15,7 +15,7 @@ from transformers import TrainerCallback, set_seed
 from .._trl import BaseTrainer
 from ..functional.masking import masked_sum
 from ..functional.schedules import AdaptiveKLController, FixedKLController
-from ..records import Advantages, TokenChunk
+from ..records import Advantages, Rollout, TokenChunk
 from ..rewards.model import RewardModel
 from ..rewards.runner import RewardRunner
 from ..roles.actor_critic import ActorCritic
@@ -131,7 +131,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             callbacks=[*(callbacks or []), _EndOfStep(self)],
             optimizers=optimizers,
         )
-        inputs.check_optimizer(self.optimizer, actor_critic)
+        inputs.check_optimizer(self.optimizer, actor_critic, args.critic_learning_rate)
         self._set_up_run()
         if self.is_world_process_zero():
             warn_about_repaired_fields(args)
@@ -156,7 +156,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             if isinstance(reward, RewardModel):
                 freeze(reward.model).to(self.accelerator.device)
         self._experience: Advantages | None = None
-        self._plan: tuple[int, ChunkPlan, list[list[list[int]]]] | None = None
+        self._plan: tuple[Rollout, ChunkPlan, list[list[list[int]]]] | None = None
         self._started = time.time()
         self._update_started = 0.0
 
@@ -175,7 +175,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
     def mini_batch(self, experience: Advantages, step: int) -> dict[str, Any]:
         """What `training_step` takes: the experience and the rows of one mini-batch on this process."""
         epoch, number = divmod(step % self.args.steps_per_rollout, self.args.num_mini_batches)
-        if step % self.args.steps_per_rollout == 0:
+        if step % self.args.steps_per_rollout == 0 or not self._update_started:  # resumed in the middle of a rollout
             self._update_started = time.time()
         return {"experience": experience, "rows": self.plan(experience.scored.rollout)[1][epoch][number]}
 
@@ -193,16 +193,17 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             return torch.zeros((), device=self.args.device)
         chunks = list(self.plan(experience.scored.rollout)[0].chunks(experience.scored.rollout, rows))
         totals: dict[str, Tensor] = {}
+        whole_loss = torch.zeros((), device=self.args.device)
         for number, chunk in enumerate(chunks):
             with nullcontext() if number == len(chunks) - 1 else self.accelerator.no_sync(model):
                 loss, sums = self.chunk_loss(model, chunk, experience, tokens)
-                self.accelerator.backward(loss * self.accelerator.num_processes)
+                loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
+                self.accelerator.backward(loss)
+            whole_loss += loss.detach()
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value
         self._finish_step(model, totals)
-        return sum(totals[name] for name in ("loss/policy_avg", "loss/value_avg") if name in totals).to(
-            self.args.device
-        )
+        return whole_loss
 
     def chunk_loss(self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
         """A chunk's share of the loss and of the mini-batch's metrics."""
@@ -234,6 +235,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         scaled = self.accelerator.scaler is not None  # fp16: the scaler skips by itself
         finite = bool(values.isfinite().all()) and (scaled or bool(torch.nn.utils.get_total_norm(gradients).isfinite()))
         if not finite:
+            self._require_finite_weights(all_of_them=True)
             model.zero_grad(set_to_none=True)
             bad = [name for name, value in zip(names, values) if not value.isfinite()]
             self.faults.record(", ".join(bad) or "the gradient", 1)
@@ -268,9 +270,14 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         if self.state.global_step % steps == 0 and self._experience is not None:
             self.metrics.add("time/update_s", time.time() - self._update_started)
             self.after_update(self._experience)
-            self._experience = None
+            self._experience = self._plan = None
             if self._sample_table_due():
                 self.generate_completions(sampling=True)
+
+    def forget_old_rollout(self) -> None:
+        """At the start of training: a rollout that an earlier call left unfinished is not this run's."""
+        if self.state.global_step % self.args.steps_per_rollout == 0:
+            self._experience = None
 
     def _ready_for_own_loop(self) -> Any:
         if self.optimizer is None or self.lr_scheduler is None:
@@ -311,7 +318,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with our metrics since the last time."""
-        if not any(name.startswith("eval_") for name in logs):
+        if "loss" in logs or "train_loss" in logs:  # the training loop's own, not an evaluation's or a callback's
             logs = {**logs, **self._flush_metrics()}
         super().log(logs, start_time)
 
@@ -341,6 +348,9 @@ class _EndOfStep(TrainerCallback):
 
     def __init__(self, trainer: PPOTrainer) -> None:
         self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trainer.forget_old_rollout()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer.end_of_step()

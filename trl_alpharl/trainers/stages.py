@@ -167,12 +167,12 @@ class PPOStages:
 
     def plan(self, rollout: Rollout) -> tuple[ChunkPlan, list[list[list[int]]]]:
         """A rollout's chunk shapes and mini-batches; they follow from its lengths and the seed."""
-        if self._plan is None or self._plan[0] != rollout.index or len(self._plan[1].lengths) != len(rollout.finished):
+        if self._plan is None or self._plan[0] is not rollout:
             args = self.args
             seed = (args.seed, rollout.index, args.process_index)
             batches = mini_batches(args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs, seed)
             rows = min(args.per_device_train_batch_size, args.local_mini_batch_size)
-            self._plan = (rollout.index, plan_chunks(rollout, batches, rows), batches)
+            self._plan = (rollout, plan_chunks(rollout, batches, rows), batches)
         return self._plan[1:]
 
     def _score(self, rollout: Rollout, plan: ChunkPlan, metrics: MetricSums) -> Scored:
@@ -203,16 +203,22 @@ class PPOStages:
         )
 
     def _texts(self, rollout: Rollout) -> tuple[list, list, dict[str, list]]:
-        """Prompts and completions as the reward functions see them, and the other columns."""
+        """Prompts and completions as the reward functions see them, and the other columns.
+
+        A text completion is what the whole row's text adds to its prompt's: many tokenizers, given the completion
+        alone, drop the space that it begins with.
+        """
         tokenizer = self.processing_class
-        ids = [row[mask] for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
-        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        asked = [row[mask] for row, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
+        answered = [row[mask] for row, mask in zip(rollout.completion_ids, rollout.completion_mask)]
+        rows = [asked, answered, [torch.cat(pair) for pair in zip(asked, answered)]]
+        texts = [tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in rows]
         prompts, completions = [], []
-        for row, (example, text) in enumerate(zip(rollout.examples, texts)):
-            prompt = example.get("prompt")
-            if prompt is None:
-                prompt = tokenizer.decode(rollout.prompt_ids[row][rollout.prompt_mask[row]], skip_special_tokens=True)
+        for example, start, text, whole in zip(rollout.examples, *texts):
+            prompt = start if example.get("prompt") is None else example["prompt"]
             chat = is_conversational({"prompt": prompt})
+            if not chat and whole.startswith(start):
+                text = whole.removeprefix(start)
             prompts.append(prompt)
             completions.append([{"role": "assistant", "content": text}] if chat else text)
         names = [name for name in rollout.examples[0] if name not in ("prompt", "completion", "completion_ids")]

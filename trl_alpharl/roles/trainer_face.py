@@ -1,0 +1,99 @@
+"""The side of the actor-critic that transformers' `Trainer` and its callbacks see: a model like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .backbone import unwrap_peft
+
+
+class TrainerFace:
+    """What is asked of a transformers model, answered by the policy. `ActorCritic` mixes this in and holds `policy`,
+    `value_model`, `switch` and `adapters`."""
+
+    @property
+    def config(self) -> Any:
+        """The policy's config."""
+        return unwrap_peft(self.policy).config
+
+    @property
+    def generation_config(self) -> Any:
+        """The policy's generation config."""
+        return unwrap_peft(self.policy).generation_config
+
+    def set_generation_config(self, config: Any) -> None:
+        """Replace the policy's generation config."""
+        unwrap_peft(self.policy).generation_config = config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The policy's dtype."""
+        return unwrap_peft(self.policy).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The policy's device."""
+        return unwrap_peft(self.policy).device
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the policy. PEFT's own `generate` would bring back a generation config that was set on it."""
+        with self.switch.using(self.adapters["policy"]):
+            return unwrap_peft(self.policy).generate(*args, **kwargs)
+
+    def add_model_tags(self, tags: list[str] | str) -> None:
+        """Tag the policy, for its model card."""
+        unwrap_peft(self.policy).add_model_tags(tags)
+
+    @property
+    def model_tags(self) -> list[str] | None:
+        """The policy's tags."""
+        return getattr(unwrap_peft(self.policy), "model_tags", None)
+
+    def activation_checkpointing_enable(
+        self,
+        activation_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """Recompute activations in the backward pass, each layer in the role it had in the forward.
+
+        Raises ValueError for reentrant checkpointing and for a `context_fn` of the caller's: the roles need theirs.
+        """
+        kwargs = dict(activation_checkpointing_kwargs or {})
+        if kwargs.get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs.use_reentrant: true is not supported; the roles need false."
+            )
+        if "context_fn" in kwargs:
+            raise ValueError(
+                "gradient_checkpointing_kwargs.context_fn (selective checkpointing) is not supported here."
+            )
+        kwargs["use_reentrant"] = False
+        unwrap_peft(self.policy).activation_checkpointing_enable(
+            {**kwargs, "context_fn": self.switch.checkpoint_contexts}, every_n_layers=every_n_layers, offload=offload
+        )
+        if self.value_model is not None:
+            unwrap_peft(self.value_model).activation_checkpointing_enable(
+                kwargs, every_n_layers=every_n_layers, offload=offload
+            )
+
+    def activation_checkpointing_disable(self) -> None:
+        """Keep activations again."""
+        for model in (self.policy, self.value_model):
+            if model is not None:
+                unwrap_peft(model).activation_checkpointing_disable()
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
+        every_n_layers: int = 1,
+        offload: bool = False,
+    ) -> None:
+        """The older name of `activation_checkpointing_enable`."""
+        self.activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers, offload)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """The older name of `activation_checkpointing_disable`."""
+        self.activation_checkpointing_disable()
