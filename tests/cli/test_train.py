@@ -27,7 +27,7 @@ def pipeline(tmp_path, monkeypatch):
         "output_dir": str(tmp_path / "run"),
         "log_history": [{"episode": 8, "objective/scores": 0.5, "objective/kl": 0.1, "objective/entropy": 20.0}],
     }
-    stand_in = SimpleNamespace(recipes=[], outcome=outcome)
+    stand_in = SimpleNamespace(recipes=[], outcome=outcome, build=lambda recipe: recipe)
 
     def run(recipe):
         stand_in.recipes.append(recipe)
@@ -91,3 +91,13 @@ def test_other_errors_keep_their_traceback(pipeline, monkeypatch):
     monkeypatch.setattr(pipeline, "run", fail)
     with pytest.raises(ZeroDivisionError):
         main(["train", "quickstart/ppo_tiny"])
+
+
+def test_what_only_the_libraries_can_judge_is_one_line_too(pipeline, monkeypatch, capsys):
+    def fail(recipe):
+        raise ValueError("kl_coef is -1.0; it must be 0 or more.\nsecond line")
+
+    monkeypatch.setattr(pipeline, "build", fail)
+    assert main(["train", "quickstart/ppo_tiny"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "ppo_tiny.yaml" in line and "kl_coef is -1.0" in line

@@ -227,10 +227,16 @@ def test_a_critic_model_with_an_adapter_of_any_name(model, classifier, tmp_path,
 def test_folders_that_do_not_fit_are_one_line(base, model, tmp_path):
     roles = ActorCritic(get_peft_model(base(), lora()))
     saving.save_policy(roles, tmp_path / "run")
-    for changes in ({"target_modules": ["q_proj"]}, {"target_modules": ["q_proj", "k_proj", "v_proj"]}):
+    for changes, line in (
+        ({"target_modules": ["q_proj"]}, "unexpected '.*v_proj"),
+        ({"target_modules": ["q_proj", "k_proj", "v_proj"]}, "'.*k_proj.*' is missing"),
+        ({"modules_to_save": ["lm_head"]}, "'.*lm_head.weight' is missing"),
+        ({"r": 8}, "size mismatch for .*lora_B"),
+    ):
         other = ActorCritic(get_peft_model(base(), lora(**changes)))
-        with pytest.raises(ValueError, match="adapter_model.safetensors does not fit the model"):
+        with pytest.raises(ValueError, match=f"adapter_model.safetensors does not fit the model: {line}") as error:
             saving.load_policy(other, tmp_path / "run")
+        assert "\n" not in str(error.value)
     full = ActorCritic(model)
     saving.save_policy(full, tmp_path / "full")
     path = tmp_path / "full" / "model.safetensors"
@@ -238,6 +244,7 @@ def test_folders_that_do_not_fit_are_one_line(base, model, tmp_path):
     for broken, line in (
         ({**state, "model.extra": torch.zeros(1)}, "does not fit the model: unexpected 'model.extra'"),
         ({name: t for name, t in state.items() if name != "model.norm.weight"}, "'model.norm.weight' is missing"),
+        ({**state, "model.norm.weight": torch.zeros(3)}, "size mismatch for model.norm.weight"),
     ):
         saving.save_file(broken, path)
         with pytest.raises(ValueError, match=line):

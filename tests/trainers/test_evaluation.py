@@ -40,7 +40,7 @@ def test_evaluate_directly(trainer, dataset):
     run = trainer(eval_dataset=dataset.select(range(5)))
     first = run.evaluate()
     again = run.evaluate()
-    assert first.keys() == LOGGED | {"epoch"} - ({"epoch"} - first.keys())
+    assert first.keys() >= LOGGED
     assert first["eval_objective/kl"] == 0.0
     for name in ("objective/scores", "objective/entropy", "completions/mean_length"):
         assert first[f"eval_{name}"] == again[f"eval_{name}"]
@@ -48,7 +48,8 @@ def test_evaluate_directly(trainer, dataset):
 
 def test_means_are_those_of_the_rows(trainer, dataset):
     """Batches of 2 over 5 rows: the last one does not weigh more than its row."""
-    run = trainer(eval_dataset=dataset.select(range(5)), per_device_eval_batch_size=2, stop_token_id=30)
+    run = trainer(eval_dataset=dataset.select(range(5)), per_device_eval_batch_size=2)
+    run.sampling = replace(run.sampling, stop_ids=tuple(range(1, 30)))  # so that lengths differ
     scores, kinds, lengths, entropies, stopped = [], [], [], [], []
     for number, examples in enumerate(run.get_eval_dataloader()):
         scored = run._score_examples(examples, number, MetricSums())

@@ -8,8 +8,10 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # Whatever changes the weights is in these files, so that their text is the version.
 _SOURCES = ("corpus.py", "tokenizer.py", "model.py", "pretrain.py")

@@ -19,7 +19,9 @@ def positive_words(prompts: list, completions: list, **kwargs: Any) -> list[floa
     >>> positive_words(prompts=["", ""], completions=["She felt happy, happy and proud.", "He was sad."])
     [2.0, -1.0]
     """
-    return [_score(completion if isinstance(completion, str) else completion[-1]["content"]) for completion in completions]
+    return [
+        _score(completion if isinstance(completion, str) else completion[-1]["content"]) for completion in completions
+    ]
 
 
 def _score(text: str) -> float:

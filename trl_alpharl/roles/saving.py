@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +100,24 @@ def _load_adapter(model: PeftModel, adapter: str, folder: Path, drop: str | None
     if drop is not None:
         state = {name: tensor for name, tensor in state.items() if not name.endswith(drop)}
     own = {name for name, _ in model.named_parameters()}
-    result = set_peft_model_state_dict(model, state, adapter_name=adapter)
+    with _one_line(folder / ADAPTER_FILE):
+        result = set_peft_model_state_dict(model, state, adapter_name=adapter)
     if result.unexpected_keys:
         raise ValueError(f"{folder / ADAPTER_FILE} does not fit the model: unexpected {result.unexpected_keys[0]!r}.")
     missing = [name for name in result.missing_keys if f".{adapter}." in f"{name}." and name in own]
     if missing:
         raise ValueError(f"{folder / ADAPTER_FILE} does not fit the model: {missing[0]!r} is missing.")
+
+
+@contextmanager
+def _one_line(path: Path) -> Iterator[None]:
+    """torch and peft answer weights that do not fit with pages, or with a bare key."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(f"{path} does not fit the model: {error} is missing.") from error
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from error
 
 
 def _save_classifier(policy: Any, score: torch.Tensor, folder: Path) -> None:
@@ -134,7 +148,8 @@ def _load_model(model: Any, folder: Path) -> None:
             saved |= set(weights.keys())
     if saved <= set(inner.state_dict()):
         for file in files:
-            inner.load_state_dict(load_file(file), strict=False)
+            with _one_line(file):
+                inner.load_state_dict(load_file(file), strict=False)
     else:  # experts are saved in another layout than they run in; fp32 holds every dtype exactly
         loaded, info = type(inner).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
         if info["unexpected_keys"]:
