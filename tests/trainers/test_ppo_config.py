@@ -1,8 +1,9 @@
-"""PPOConfig: TRL 1.12's fields, sizes that are computed, one line for every bad value, TRL's and transformers' parsers."""
+"""PPOConfig: TRL 1.12's fields, sizes that are computed, one line for every bad value, two parsers."""
 
 import copy
 import json
 import pickle
+import shlex
 from dataclasses import fields, replace
 
 import pytest
@@ -101,9 +102,7 @@ def test_bf16_follows_the_hardware_unless_it_is_said(monkeypatch, fp16, expected
 @pytest.mark.parametrize("world", [1, 2])
 def test_sizes_are_1_12s(monkeypatch, world):
     monkeypatch.setattr(PPOConfig, "world_size", property(lambda self: world))
-    config = make(
-        per_device_train_batch_size=4, gradient_accumulation_steps=6, num_mini_batches=3, total_episodes=100
-    )
+    config = make(per_device_train_batch_size=4, gradient_accumulation_steps=6, num_mini_batches=3, total_episodes=100)
     assert config.local_batch_size == 24
     assert config.batch_size == 24 * world
     assert config.micro_batch_size == 4 * world
@@ -146,16 +145,16 @@ def test_other_trainers_names_are_answered_with_ours(name, ours):
 
 # ---- One line for a bad value ----------------------------------------------------------------------------------------
 
-WHOLE_AT_LEAST_1 = (
-    "per_device_train_batch_size gradient_accumulation_steps num_ppo_epochs num_mini_batches total_episodes "
-    "response_length local_rollout_forward_batch_size kl_horizon"
-).split()
+COUNTS = [
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_ppo_epochs", "num_mini_batches"),
+    *("total_episodes", "response_length", "local_rollout_forward_batch_size", "kl_horizon"),
+]
 WHOLE = ["critic_warmup_steps", "num_sample_generations", "stop_token_id"]
 POSITIVE = ["temperature", "cliprange", "cliprange_high", "cliprange_value", "missing_eos_penalty", "kl_target"]
 NOT_NEGATIVE = ["kl_coef", "vf_coef", "critic_learning_rate"]
 SHARES = ["gamma", "lam", "lam_critic"]
 BAD_VALUES = [
-    *((name, bad, "a whole number, at least 1") for name in WHOLE_AT_LEAST_1 for bad in (0, -1, 1.5, True, "4")),
+    *((name, bad, "a whole number, at least 1") for name in COUNTS for bad in (0, -1, 1.5, True, "4")),
     *((name, bad, "a whole number, 0 or more") for name in WHOLE for bad in (-1, 0.5, True)),
     *((name, bad, "above 0") for name in POSITIVE for bad in (0, -0.1, float("nan"), float("inf"), "1")),
     *((name, bad, "0 or more") for name in NOT_NEGATIVE for bad in (-1e-9, float("nan"))),
@@ -296,10 +295,10 @@ def test_parsers_of_transformers_and_trl_take_the_config(parser):
     parser = parser(PPOConfig)
     text = parser.format_help()
     assert all(f"--{field.name}" in text for field in fields(PPOKnobs))
-    flags = (
+    flags = shlex.split(
         "--output_dir unused --use_cpu true --stop_token eos --total_episodes 64 --kl_estimator k2 --kl_target 6.5 "
         "--reward_weights 1 0.5 --critic adapter --critic_detach true --whiten_rewards --cliprange_high 0.28"
-    ).split()
+    )
     (config,) = parser.parse_args_into_dataclasses([*flags, "--model_init_kwargs", '{"dtype": "float32"}'])
     assert config == make(
         report_to=config.report_to,
@@ -318,7 +317,9 @@ def test_parsers_of_transformers_and_trl_take_the_config(parser):
 
 def test_a_recipes_keys_are_taken_by_trls_parser(tmp_path):
     path = tmp_path / "config.yaml"
-    path.write_text("output_dir: unused\nuse_cpu: true\nnum_mini_batches: 2\nstop_token: null\ngradient_accumulation_steps: 2\n")
+    path.write_text(
+        "output_dir: unused\nuse_cpu: true\nnum_mini_batches: 2\nstop_token: null\ngradient_accumulation_steps: 2\n"
+    )
     (config,) = TrlParser(PPOConfig).parse_args_and_config(["--config", str(path), "--kl_coef", "0.1"])
     assert (config.num_mini_batches, config.stop_token, config.kl_coef) == (2, None, 0.1)
 

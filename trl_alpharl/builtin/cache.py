@@ -32,7 +32,7 @@ def source_hash() -> str:
 def is_intact(folder: Path) -> bool:
     """Whether `folder` holds every file that `store` wrote, byte for byte.
 
-    transformers draws a weight that a file lacks at random, with no more than a log line; so nothing is loaded unchecked.
+    transformers fills a weight that the file lacks with random numbers and a log line; so nothing is loaded unchecked.
     """
     try:
         expected = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))

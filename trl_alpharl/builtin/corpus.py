@@ -9,51 +9,56 @@ from __future__ import annotations
 import random
 import re
 
-_WOMEN = "Anna Clara Emma Grace Julia Maria Nora Rosa".split()
-_MEN = "Adam David Felix Henry Jacob Leo Oscar Tom".split()
-_ROLES = "baker teacher doctor farmer driver painter sailor gardener singer librarian neighbor captain".split()
-_PLACES = "market inn library harbor garden bakery station village museum school farm bridge".split()
-_THINGS = "lamp chair coat clock book painting basket boat table hat blanket bicycle".split()
-_FOODS = "soup bread cake stew pie cheese salad tea".split()
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-_TIMES = "morning afternoon evening".split()
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+_WOMEN = _words("Anna Clara Emma Grace Julia Maria Nora Rosa")
+_MEN = _words("Adam David Felix Henry Jacob Leo Oscar Tom")
+_ROLES = _words("baker teacher doctor farmer driver painter sailor gardener singer librarian neighbor captain")
+_PLACES = _words("market inn library harbor garden bakery station village museum school farm bridge")
+_THINGS = _words("lamp chair coat clock book painting basket boat table hat blanket bicycle")
+_FOODS = _words("soup bread cake stew pie cheese salad tea")
+_DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+_TIMES = _words("morning afternoon evening")
 
 # slot: (positive, neutral, negative) words
 _MOODS = {
     "feeling": (
-        "happy glad proud delighted grateful thrilled hopeful joyful".split(),
-        "ready curious awake hungry thirsty surprised silent serious".split(),
-        "sad upset lonely afraid disappointed miserable worried bored".split(),
+        _words("happy glad proud delighted grateful thrilled hopeful joyful"),
+        _words("ready curious awake hungry thirsty surprised silent serious"),
+        _words("sad upset lonely afraid disappointed miserable worried bored"),
     ),
     "character": (
-        "kind cheerful gentle friendly clever brave generous patient".split(),
-        "young old tall busy local new quiet strict".split(),
-        "rude angry cruel lazy selfish gloomy careless stubborn".split(),
+        _words("kind cheerful gentle friendly clever brave generous patient"),
+        _words("young old tall busy local new quiet strict"),
+        _words("rude angry cruel lazy selfish gloomy careless stubborn"),
     ),
     "quality": (
-        "lovely wonderful beautiful perfect bright charming splendid elegant".split(),
-        "small large plain simple round wooden narrow ordinary".split(),
-        "awful terrible ugly dirty broken dull shabby rusty".split(),
+        _words("lovely wonderful beautiful perfect bright charming splendid elegant"),
+        _words("small large plain simple round wooden narrow ordinary"),
+        _words("awful terrible ugly dirty broken dull shabby rusty"),
     ),
     "taste": (
-        "delicious fresh tasty sweet excellent".split(),
-        "warm salty thick hot soft".split(),
-        "bitter stale burnt sour horrible".split(),
+        _words("delicious fresh tasty sweet excellent"),
+        _words("warm salty thick hot soft"),
+        _words("bitter stale burnt sour horrible"),
     ),
     "weather": (
-        "sunny pleasant glorious mild".split(),
-        "cloudy windy cool dry".split(),
-        "stormy dreadful freezing grim".split(),
+        _words("sunny pleasant glorious mild"),
+        _words("cloudy windy cool dry"),
+        _words("stormy dreadful freezing grim"),
     ),
     "liked": (
-        "loved enjoyed admired praised".split(),
-        "watched noticed described remembered".split(),
-        "hated disliked feared regretted".split(),
+        _words("loved enjoyed admired praised"),
+        _words("watched noticed described remembered"),
+        _words("hated disliked feared regretted"),
     ),
     "manner": (
-        "happily warmly gracefully kindly".split(),
-        "slowly quietly quickly softly".split(),
-        "sadly angrily rudely badly".split(),
+        _words("happily warmly gracefully kindly"),
+        _words("slowly quietly quickly softly"),
+        _words("sadly angrily rudely badly"),
     ),
 }
 _MOOD_WEIGHTS = (0.3, 0.4, 0.3)
@@ -159,8 +164,8 @@ def _sentence(template: str, story: _Story) -> str:
 def stories(count: int, seed: int) -> list[str]:
     """`count` texts of two or three sentences; the same seed gives the same texts.
 
-    >>> stories(1, seed=1)[0]
-    'X'
+    >>> stories(1, seed=1)
+    ['On Thursday David saw a splendid boat at the inn. It was a sunny evening.']
     """
     rng = random.Random(seed)
     texts = []

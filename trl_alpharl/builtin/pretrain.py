@@ -32,8 +32,8 @@ def load_builtin(
     """The pre-trained embedded model (fp32, on the CPU, in eval mode) and its tokenizer (padding on the left).
 
     `seed` draws the initial weights and the order of the stories. The result is kept in `cache_dir`, by default
-    `trl-alpharl` under `$XDG_CACHE_HOME` or `~/.cache`; a damaged entry is made again, and where nothing can be written the
-    model is returned without being kept. torch's global generator is left as it was.
+    `trl-alpharl` under `$XDG_CACHE_HOME` or `~/.cache`. A damaged entry is made again; where nothing can be written,
+    the model is returned without being kept. torch's global generator is left as it was.
     """
     root = Path(cache_dir) if cache_dir is not None else cache.default_root()
     folder = root / f"builtin-seed{seed}-{cache.source_hash()}"

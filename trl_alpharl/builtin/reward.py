@@ -13,8 +13,8 @@ _MOST = 3.0
 def positive_words(prompts: list, completions: list, **kwargs: Any) -> list[float]:
     """Distinct positive words minus negative words of each completion, between -3 and 3; TRL's reward signature.
 
-    A repeated positive word counts once and the bound is what two or three cheerful sentences reach, so that neither repetition
-    nor a list of adjectives pays. `completions` are texts or lists of chat turns, of which the last is read.
+    A repeated positive word counts once, and two or three cheerful sentences reach the bound: neither repetition nor a
+    list of adjectives pays. `completions` are texts or lists of chat turns, of which the last is read.
 
     >>> positive_words(prompts=["", ""], completions=["She felt happy, happy and proud.", "He was sad."])
     [2.0, -1.0]

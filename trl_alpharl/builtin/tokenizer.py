@@ -1,4 +1,4 @@
-"""The embedded tokenizer: one token per word, its leading space included, so that decoding restores the text exactly."""
+"""The embedded tokenizer: a token is a word with its leading space, so that decoding restores the text."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class ActorCritic(TrainerFace, nn.Module):
         for name, model in (("model", policy), ("ref_model", reference), ("value_model", value_model)):
             if model is not None:
                 refuse_offloaded(model, name)
-                keep_quantized_layers_trainable(model)
+                keep_quantized_layers_trainable(model, name)
                 disable_dropout(model)
         if reference is not None:
             refuse_shared_weights(reference, {"model": policy, "value_model": value_model}, "ref_model")

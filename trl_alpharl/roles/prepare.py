@@ -35,8 +35,7 @@ def refuse_shared_weights(model: nn.Module, others: dict[str, nn.Module | None],
     for other_name, other in others.items():
         if other is not None and any(id(parameter) in own for parameter in other.parameters()):
             raise ValueError(
-                f"{name} shares weights with {other_name}: freezing one would freeze the other. "
-                f"Pass a copy, or {name}=None to let the trainer choose."
+                f"{name} shares weights with {other_name}: freezing one would freeze the other. Pass a copy."
             )
 
 
@@ -54,17 +53,21 @@ def is_quantized(model: nn.Module) -> bool:
     )
 
 
-def keep_quantized_layers_trainable(model: nn.Module) -> None:
-    """Stop bitsandbytes from repacking NF4 weights on AVX512-BF16 CPUs, and undo what it has repacked.
+def keep_quantized_layers_trainable(model: nn.Module, name: str) -> None:
+    """Stop bitsandbytes from repacking NF4 weights on AVX512-BF16 CPUs; refuse weights that it has repacked.
 
     One no-gradient forward in eval mode repacks them in place; later training forwards take a kernel without autograd
-    and the gradients are 60-100 % wrong, without an error (measured on bitsandbytes 0.50.2).
+    and the gradients are 60-100 % wrong, without an error (measured on bitsandbytes 0.50.2, whose way back loses the
+    order of the block scales).
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
             if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
-                module.state_dict()  # unpacks the weight in place before it collects it
+                raise ValueError(
+                    f"{name} has run in eval mode on this CPU, which repacked its 4-bit weights for inference alone; "
+                    "load it again and pass it before it runs."
+                )
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..rewards import get_reward
 from ..rewards.model import RewardModel, load_reward_model
@@ -35,15 +35,13 @@ def load_tokenizer(processing_class: Any, model: Any) -> PreTrainedTokenizerBase
 def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: PeftConfig | None) -> nn.Module:
     """The policy: a model, or the name of one; wrapped in a fresh adapter when `peft_config` is given."""
     if isinstance(model, str):
-        kwargs = dict(init_kwargs or {})
-        refuse_unsupported(AutoConfig.from_pretrained(model), "model")
-        kwargs.setdefault("dtype", "float32")
+        kwargs = {"dtype": "float32", **(init_kwargs or {})}
+        where = {key: kwargs[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in kwargs}
+        refuse_unsupported(AutoConfig.from_pretrained(model, **where), "model")
         model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
     elif init_kwargs:
         raise ValueError("model_init_kwargs is set, but model is already loaded; pass its name instead.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; a transformers model or its name is needed.")
-    refuse_unsupported(unwrap_peft(model).config, "model")
+    refuse_unsupported(_transformers_model(model, "model", "a transformers model or its name").config, "model")
     if peft_config is None:
         return model
     if not isinstance(peft_config, PeftConfig):
@@ -55,17 +53,25 @@ def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: Pef
     return get_peft_model(model, peft_config)
 
 
+def _transformers_model(model: Any, name: str, needed: str) -> PreTrainedModel:
+    inner = unwrap_peft(model) if isinstance(model, nn.Module) else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(f"{name} is a {type(inner).__name__}; {needed} is needed.")
+    return inner
+
+
 def prepare_value_model(value_model: nn.Module | None, policy: nn.Module, num_tokens: int) -> nn.Module | None:
     """A critic with its own weights. A quantized one without an adapter gets one: its packed weights cannot train."""
     if value_model is None:
         return None
-    inner = unwrap_peft(value_model)
+    inner = _transformers_model(value_model, "value_model", "a sequence classification model")
     refuse_unsupported(inner.config, "value_model")
     if getattr(inner.config, "num_labels", 1) != 1:
         raise ValueError(f"value_model has num_labels={inner.config.num_labels}; a critic needs num_labels=1.")
     rows = inner.get_input_embeddings().weight.shape[0]
-    if rows < num_tokens:
-        raise ValueError(f"value_model's vocabulary has {rows} tokens, fewer than the tokenizer's {num_tokens}.")
+    needed = min(num_tokens, policy.get_input_embeddings().weight.shape[0])  # a tokenizer may know tokens of no model
+    if rows < needed:
+        raise ValueError(f"value_model embeds {rows} tokens, fewer than the {needed} of the policy.")
     if is_quantized(value_model) and not isinstance(value_model, PeftModel):
         if not isinstance(policy, PeftModel):
             raise ValueError("value_model is quantized; wrap it with get_peft_model, its packed weights cannot train.")
@@ -97,13 +103,7 @@ def resolve_rewards(
 
 def _resolve_reward(reward: Any, processing_class: Any, tokenizer: Any, policy: Any) -> Callable:
     if isinstance(reward, str):
-        try:
-            return get_reward(reward)
-        except ValueError as unknown:
-            try:
-                return load_reward_model(reward)
-            except OSError as error:
-                raise ValueError(f"{unknown} It is no model that loads either: {str(error).splitlines()[0]}") from error
+        return _reward_by_name(reward)
     if isinstance(reward, nn.Module):
         if processing_class is None:
             processing_class = _reward_tokenizer(reward, tokenizer, policy)
@@ -111,6 +111,18 @@ def _resolve_reward(reward: Any, processing_class: Any, tokenizer: Any, policy: 
     if not callable(reward):
         raise TypeError(f"a reward must be a callable, a name or a model, found {type(reward).__name__}.")
     return reward
+
+
+def _reward_by_name(name: str) -> Callable:
+    unknown = ""
+    try:
+        try:
+            return get_reward(name)
+        except ValueError as error:  # the hub id of a classifier may lack the slash that tells it
+            unknown = f"{error} "
+            return load_reward_model(name)
+    except OSError as error:
+        raise ValueError(f"{unknown}{name!r} is no model that loads: {str(error).splitlines()[0]}") from error
 
 
 def _reward_tokenizer(reward_model: Any, tokenizer: Any, policy: Any) -> Any:

@@ -37,7 +37,9 @@ REPAIRED: dict[str, Repair] = {
     "max_steps": Repair("is the number of optimizer steps of the run; 1.12 ignored it"),
     "save_steps": Repair(f"{_STEPS}; 1.12 counted rollouts", lambda args: args.save_strategy == "steps"),
     "eval_steps": Repair(f"{_STEPS}; 1.12 never evaluated", lambda args: args.eval_strategy == "steps"),
-    "warmup_steps": Repair(f"{_STEPS}, as the schedule does; 1.12 counted rollouts", lambda args: args.warmup_steps >= 1),
+    "warmup_steps": Repair(
+        f"{_STEPS}, as the schedule does; 1.12 counted rollouts", lambda args: args.warmup_steps >= 1
+    ),
     "local_rollout_forward_batch_size": Repair(
         "is the number of completions generated at once; scoring runs in the chunks of training"
     ),

@@ -19,7 +19,7 @@ from ..records import Advantages, Rollout, TokenChunk
 from ..rewards.model import RewardModel
 from ..rewards.runner import RewardRunner
 from ..roles.actor_critic import ActorCritic
-from ..roles.prepare import freeze
+from ..roles.prepare import freeze, refuse_shared_weights
 from ..rollout.prompts import PromptTokenizer
 from ..rollout.sampler import Sampling, stop_token_ids
 from ..rollout.scoring import ChunkPlan, gather_rows
@@ -138,11 +138,13 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
 
     def _set_up_run(self) -> None:
         args, tokenizer = self.args, self.processing_class
+        embedded = self.policy_model.get_input_embeddings().weight.shape[0]
+        pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)  # a [PAD] that a script added may lie past the end
         self.sampling = Sampling(
             response_length=args.response_length,
             temperature=args.temperature,
             stop_ids=stop_token_ids(args.stop_token, args.stop_token_id, tokenizer, self.model.generation_config),
-            pad_id=next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0),
+            pad_id=next((pad for pad in pads if pad is not None and pad < embedded), 0),
             chunk_rows=args.local_rollout_forward_batch_size,
         )
         self.kl_controller = (
@@ -154,11 +156,13 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         self.faults = FaultCounter()
         for reward in self.reward_runner.reward_funcs:
             if isinstance(reward, RewardModel):
+                roles = {"model": self.policy_model, "value_model": self.value_model}
+                refuse_shared_weights(reward.model, roles, "reward_model")
                 freeze(reward.model).to(self.accelerator.device)
         self._experience: Advantages | None = None
         self._plan: tuple[Rollout, ChunkPlan, list[list[list[int]]]] | None = None
         self._started = time.time()
-        self._update_started = 0.0
+        self._update_started = self._collect_s = 0.0
 
     def _send_telemetry(self) -> None:
         """TRL's usage ping is not sent."""
@@ -268,11 +272,20 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         self.state.episode = rollouts * args.batch_size
         self.state.epoch = self.state.global_step / steps * args.batch_size / len(self.train_dataset)
         if self.state.global_step % steps == 0 and self._experience is not None:
-            self.metrics.add("time/update_s", time.time() - self._update_started)
+            self._record_speed(self._experience)
             self.after_update(self._experience)
             self._experience = self._plan = None
             if self._sample_table_due():
                 self.generate_completions(sampling=True)
+
+    def _record_speed(self, experience: Advantages) -> None:
+        update_s = time.time() - self._update_started
+        self.metrics.add("time/update_s", update_s)
+        if self._collect_s:  # 0 where this process resumed a rollout that another one collected
+            tokens = experience.scored.rollout.completion_mask.sum()
+            seconds = (self._collect_s + update_s) / self.accelerator.num_processes
+            self.metrics.add("response_tokens_per_s", tokens, seconds)
+        self._collect_s = 0.0
 
     def forget_old_rollout(self) -> None:
         """At the start of training: a rollout that an earlier call left unfinished is not this run's."""
@@ -329,10 +342,6 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         squared = means.pop("val/ratio_squared", None)
         if squared is not None:
             means["val/ratio_var"] = max(0.0, squared - means["val/ratio"] ** 2)
-        tokens = means.pop("response_tokens", None)
-        seconds = [means.get(f"time/{part}_s") for part in ("rollout", "score", "update")]
-        if tokens is not None and None not in seconds:
-            means["response_tokens_per_s"] = tokens / max(sum(seconds), 1e-9)
         episode = getattr(self.state, "episode", 0)
         means["episode"] = episode
         means["eps"] = episode / max(time.time() - self._started, 1e-9)

@@ -58,7 +58,8 @@ class PPOStages:
         except RuntimeError:
             self._require_finite_weights(all_of_them=True)
             raise
-        self.metrics.add("time/rollout_s", time.time() - start)
+        self._collect_s = time.time() - start
+        self.metrics.add("time/rollout_s", self._collect_s)
         return rollout
 
     def score(self, rollout: Rollout) -> Scored:
@@ -68,6 +69,7 @@ class PPOStages:
         faulty = self._sum_over_processes(torch.tensor(float(not scored.finite), device=scored.scores.device)) > 0
         if faulty and scored.finite:
             scored = replace(scored, finite=False, cause="another process's reward or log-prob")
+        self._collect_s += time.time() - start
         self.metrics.add("time/score_s", time.time() - start)
         return scored
 
@@ -245,7 +247,6 @@ class PPOStages:
         self.metrics.add("completions/mean_length", lengths, len(mask))
         self.metrics.add("completions/finished", finished, len(mask))
         self.metrics.add("val/num_eos_tokens", finished, 1 / self.accelerator.num_processes)
-        self.metrics.add("response_tokens", lengths, 1 / self.accelerator.num_processes)
         self.metrics.add("objective/kl_coef", self.kl_controller.kl_coef)
         error = self._merged_moments(experience.returns - scored.values, mask)
         targets = self._merged_moments(experience.returns, mask)
