@@ -55,7 +55,7 @@ def build(recipe: Recipe) -> Run:
         model=model,
         train_dataset=train,
         eval_dataset=held_out,
-        peft_config=get_peft_config(model_args),
+        peft_config=lora_config(model_args),
         reward_funcs=rewards,
     )
     if not args.disable_tqdm:
@@ -154,6 +154,14 @@ def load_model(model_args: Any, args: PPOConfig) -> tuple[Any, Any]:
         quantization_config=quantization,
     )
     return model, AutoTokenizer.from_pretrained(name, revision=revision)
+
+
+def lora_config(model_args: Any) -> Any:
+    """TRL's LoRA config. TRL turns a list of one module into a text, which peft would read as a pattern for whole names."""
+    config = get_peft_config(model_args)
+    if config is not None and isinstance(config.target_modules, str) and config.target_modules != "all-linear":
+        config.target_modules = {config.target_modules}
+    return config
 
 
 def _score(name: str, rows: list[dict[str, Any]]) -> dict[str, float]:

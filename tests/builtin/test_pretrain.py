@@ -1,6 +1,7 @@
 """Pre-training: it learns, repeatably, and leaves a model that writes the corpus' sentences and stops."""
 
 import re
+from itertools import pairwise
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_samples_look_like_the_corpus_and_end(samples):
 
     def pairs(text):
         marks = re.findall(r"\w+|[.,!]", text)
-        return set(zip(marks, marks[1:]))
+        return set(pairwise(marks))
 
     known = set().union(*(pairs(text) for text in stories(20_000, seed=78)))
     assert sum(pairs(text) <= known for text in texts) / len(texts) > 0.85

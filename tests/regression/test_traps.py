@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from accelerate import cpu_offload
+from bitsandbytes.nn import Linear4bit
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer
@@ -66,7 +67,7 @@ def test_a1_roles_under_activation_checkpointing(model, switched_on):
         roles.activation_checkpointing_enable()
     layer = roles.policy.get_base_model().model.layers[0]
     runs = []
-    layer.mlp.register_forward_hook(lambda *args: runs.append(roles.switch.current))
+    layer.mlp.register_forward_pre_hook(lambda *args: runs.append(roles.switch.current))
     found = gradients(roles)
     assert runs.count("default") == runs.count("critic") == 2  # each once more, in its own role
     assert found.keys() == expected.keys()
@@ -125,7 +126,7 @@ def nf4(model, tmp_path):
 
 
 def packed(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__ == "Linear4bit"]
+    return [module for module in model.modules() if isinstance(module, Linear4bit)]
 
 
 @pytest.mark.parametrize("double_quant", [False, True])

@@ -87,6 +87,12 @@ def test_peak_memory_grows_by_the_record_alone(trainer, model):
     assert many - few <= BYTES_A_TOKEN * (many_tokens - few_tokens)
 
 
+def records():
+    """Rollout records that are alive."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if isinstance(thing, Advantages)]
+
+
 class Census(TrainerCallback):
     """Bytes of all tensors alive after each step that are neither weights, moments nor the rollout record."""
 
@@ -94,30 +100,30 @@ class Census(TrainerCallback):
         self.other = []
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
-        gc.collect()
+        held = records()
         alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-        records = [thing for thing in gc.get_objects() if isinstance(thing, Advantages)]
         known = [*model.state_dict().values(), *model.buffers()]
         known += [value for moments in optimizer.state.values() for value in moments.values()]
-        known += [tensor for record in records for tensor in record_of(record)]
+        known += [tensor for record in held for tensor in record_of(record)]
         storages = {tensor.untyped_storage().data_ptr() for tensor in known}
         rest = {
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for tensor in alive
             if tensor.untyped_storage().data_ptr() not in storages
         }
-        self.other.append((sum(rest.values()), len(records)))
+        self.other.append((sum(rest.values()), len(held)))
 
 
 def test_nothing_of_a_rollout_survives_a_step_but_its_record(trainer, model):
     def measure(completions):
         census = Census()
-        run = run_of(trainer, model, completions, callbacks=[census])
+        run = run_of(trainer, model, completions, total_episodes=2 * completions, callbacks=[census])
         run.train()
+        assert not records()
         return census.other
 
     few, many = measure(8), measure(64)
-    assert [records for _, records in few] == [records for _, records in many] == [1, 0]  # gone after the last step
+    assert [count for _, count in few] == [count for _, count in many] == [1, 1, 1, 1]
     for (bytes_few, _), (bytes_many, _) in zip(few, many):
         assert bytes_many - bytes_few <= 1024
 

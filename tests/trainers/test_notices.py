@@ -28,6 +28,7 @@ NOT_DUE = [
     {},
     {"logging_steps": 1, "learning_rate": 1e-5, "kl_estimator": "k3", "total_episodes": 64},
     {"num_sample_generations": 0},
+    {"max_grad_norm": 0.0},
     {"bf16": False},
     {"gradient_checkpointing": False},
     {"stop_token": "eos"},

@@ -23,7 +23,7 @@ _STEPS = "counts optimizer steps, {steps} a rollout here"
 
 REPAIRED: dict[str, Repair] = {
     "num_mini_batches": Repair("is the number of optimizer steps per PPO epoch; 1.12 stepped as often whatever it was"),
-    "max_grad_norm": Repair("clips every step; 1.12 never clipped"),
+    "max_grad_norm": Repair("clips every step; 1.12 never clipped", lambda args: args.max_grad_norm > 0),
     "bf16": Repair("is honoured; 1.12 ignored it", lambda args: args.bf16 and not args.bf16_by_hardware),
     "gradient_checkpointing": Repair(
         "recomputes activations of policy and critic; 1.12 ignored it", lambda args: args.gradient_checkpointing

@@ -195,17 +195,21 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         tokens = self._sum_over_processes(experience.mask[torch.tensor(rows, device=device)].sum())
         if not experience.scored.finite or tokens == 0:
             return torch.zeros((), device=self.args.device)
-        chunks = list(self.plan(experience.scored.rollout)[0].chunks(experience.scored.rollout, rows))
+        # Built one by one: all chunks of a mini-batch together take more memory than the rollout record.
+        chunks = self.plan(experience.scored.rollout)[0].chunks(experience.scored.rollout, rows)
+        chunk = next(chunks, None)
         totals: dict[str, Tensor] = {}
         whole_loss = torch.zeros((), device=self.args.device)
-        for number, chunk in enumerate(chunks):
-            with nullcontext() if number == len(chunks) - 1 else self.accelerator.no_sync(model):
+        while chunk is not None:
+            following = next(chunks, None)
+            with nullcontext() if following is None else self.accelerator.no_sync(model):
                 loss, sums = self.chunk_loss(model, chunk, experience, tokens)
                 loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
                 self.accelerator.backward(loss)
             whole_loss += loss.detach()
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + value
+            chunk = following
         self._finish_step(model, totals)
         return whole_loss
 
