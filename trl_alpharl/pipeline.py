@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from ._trl import ModelConfig, get_peft_config, get_quantization_config
 from .knobs import ScriptKnobs
 from .recipe import Recipe
 from .roles.prepare import refuse_unsupported
+from .trainers.notices import RepairedFieldWarning
 from .trainers.ppo_config import PPOConfig
 from .trainers.ppo_trainer import PPOTrainer
 from .trainers.progress import RunProgress
@@ -49,15 +51,17 @@ def build(recipe: Recipe) -> Run:
         raise ValueError("reward_funcs: missing; name a reward, or a classifier in reward_model_path.")
     train, held_out = load_prompts(script, args.seed)
     model, tokenizer = load_model(model_args, args)
-    trainer = trainer_class(
-        args=args,
-        processing_class=tokenizer,
-        model=model,
-        train_dataset=train,
-        eval_dataset=held_out,
-        peft_config=lora_config(model_args),
-        reward_funcs=rewards,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RepairedFieldWarning)  # for scripts from TRL 1.12; a recipe is none
+        trainer = trainer_class(
+            args=args,
+            processing_class=tokenizer,
+            model=model,
+            train_dataset=train,
+            eval_dataset=held_out,
+            peft_config=lora_config(model_args),
+            reward_funcs=rewards,
+        )
     if not args.disable_tqdm:
         trainer.remove_callback(ProgressCallback)
         trainer.remove_callback(PrinterCallback)

@@ -247,6 +247,6 @@ def test_checkpointing_reaches_policy_and_critic_and_goes_off_again(model, class
     name = "gradient_checkpointing" if older else "activation_checkpointing"
     models = (model, classifier)
     getattr(roles, f"{name}_enable")()
-    assert all(inner.is_gradient_checkpointing for inner in models)
+    assert all(inner.is_activation_checkpointing for inner in models)
     getattr(roles, f"{name}_disable")()
-    assert not any(inner.is_gradient_checkpointing for inner in models)
+    assert not any(inner.is_activation_checkpointing for inner in models)

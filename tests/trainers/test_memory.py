@@ -60,7 +60,7 @@ def tokens_of(rollout):
 def run_of(trainer, model, completions, **changes):
     """A trainer whose rollout has this many completions; generation and training in chunks of 8 and 2."""
     values = {"gradient_accumulation_steps": completions // 2, "local_rollout_forward_batch_size": 8}
-    return trainer(model=copy.deepcopy(model), total_episodes=completions, **{**values, **changes})
+    return trainer(model=copy.deepcopy(model), **{**values, "total_episodes": completions, **changes})
 
 
 def test_the_record_takes_64_bytes_a_token(trainer):
@@ -74,7 +74,7 @@ def test_peak_memory_grows_by_the_record_alone(trainer, model):
     """8 against 64 completions."""
 
     def measure(completions):
-        run = run_of(trainer, model, completions, stop_token=None, response_length=24)
+        run = run_of(trainer, model, completions, stop_token=None, response_length=24, num_ppo_epochs=1)
         tokens = []
         plan = run.plan
         run.plan = lambda rollout: (tokens.append(tokens_of(rollout)), plan(rollout))[1]
@@ -98,9 +98,10 @@ class Census(TrainerCallback):
 
     def __init__(self):
         self.other = []
+        self.earlier = records()  # of another test
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
-        held = records()
+        held = [record for record in records() if not any(record is old for old in self.earlier)]
         alive = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
         known = [*model.state_dict().values(), *model.buffers()]
         known += [value for moments in optimizer.state.values() for value in moments.values()]
@@ -119,7 +120,7 @@ def test_nothing_of_a_rollout_survives_a_step_but_its_record(trainer, model):
         census = Census()
         run = run_of(trainer, model, completions, total_episodes=2 * completions, callbacks=[census])
         run.train()
-        assert not records()
+        assert len(records()) == len(census.earlier)
         return census.other
 
     few, many = measure(8), measure(64)

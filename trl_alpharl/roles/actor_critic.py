@@ -87,7 +87,7 @@ class ActorCritic(TrainerFace, nn.Module):
             reference = copy.deepcopy(policy)
         self.reference = None if reference is None else freeze(reference)
         self._set_up_heads()
-        if any(getattr(unwrap_peft(m), "is_gradient_checkpointing", False) for m in (policy, value_model) if m):
+        if any(unwrap_peft(m).is_activation_checkpointing for m in (policy, value_model) if m is not None):
             self.activation_checkpointing_enable()  # switched on before the roles were known: it needs their contexts
 
     def _set_up_adapters(self, policy_name: str | None, reference_name: str | None, own_reference: bool) -> None:

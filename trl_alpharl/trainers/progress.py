@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import TrainerCallback
 
 
 class RunProgress(TrainerCallback):
-    """One bar over the optimizer steps with the latest score, KL and entropy; quiet on all but the main process."""
+    """One bar over the optimizer steps with the latest score, KL and entropy, or a line a log where the output is no
+    terminal; quiet on all but the main process."""
 
     def __init__(self) -> None:
         self._bar: Progress | None = None
@@ -17,6 +19,7 @@ class RunProgress(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return
+        self._terminal = Console().is_terminal
         self._bar = Progress(
             TextColumn("training"),
             BarColumn(),
@@ -34,7 +37,10 @@ class RunProgress(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self._bar is not None and logs and "objective/scores" in logs:
             score, kl, entropy = (logs[f"objective/{name}"] for name in ("scores", "kl", "entropy"))
-            self._bar.update(self._task, latest=f"score {score:.3f}  KL {kl:.2f}  entropy {entropy:.1f}")
+            latest = f"score {score:.3f}  KL {kl:.2f}  entropy {entropy:.1f}"
+            self._bar.update(self._task, latest=latest)
+            if not self._terminal:  # a bar leaves nothing in a log file
+                print(f"step {state.global_step}/{state.max_steps}  {latest}", flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
