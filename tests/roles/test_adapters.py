@@ -163,12 +163,22 @@ def test_changed_copies_of_modules_or_tokens_alone_are_a_change(model, changes):
     assert not adapters.changes_nothing(model, "default")
 
 
+TIED = {
+    "modules_to_save": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": [5, 9]},
+}
+EVERY = [(name, False) for name in ANY_START] + [(name, True) for name in TIED]
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("critic", ["shared", "adapter"])
-@pytest.mark.parametrize("name", ANY_START)
-def test_policy_and_reference_answer_as_the_model_that_came_in(model, name, critic, trained):
+@pytest.mark.parametrize("name, tied", EVERY)
+def test_policy_and_reference_answer_as_the_model_that_came_in(model, name, tied, critic, trained):
     """KL(0) = 0 for every kind of adapter, and building the roles moves no weight that the policy runs on."""
-    model = get_peft_model(model, lora(**ANY_START[name]))
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model = get_peft_model(model, lora(**(TIED if tied else ANY_START)[name]))
     if trained:
         train_a_little(model)
     came = logits(model)
@@ -192,6 +202,17 @@ def test_other_adapter_types_get_a_copied_reference(model, config):
     train_a_little(roles.policy)
     assert not torch.equal(role_logits(roles, "policy"), came)
     assert torch.equal(role_logits(roles, "reference"), came)
+
+
+def test_a_trained_adapter_that_peft_cannot_repeat_is_refused(model):
+    """peft ties the head's factors to the embedding's for a model's first adapter only."""
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    changes = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+    ActorCritic(get_peft_model(copy.deepcopy(model), lora(**changes)), critic="adapter")  # fresh, it needs no copy
+    model = get_peft_model(model, lora(**changes))
+    with pytest.raises(ValueError, match=r"cannot be copied as the reference: .*lm_head.lora_A.* pass ref_model"):
+        ActorCritic(train_a_little(model))
 
 
 def test_case_12_a_trained_adapter_gets_one_frozen_copy_and_no_second_model(model):
