@@ -236,6 +236,19 @@ def test_the_critics_adapter_is_the_identity_at_the_start(model, name):
     assert torch.equal(role_logits(roles, "critic"), base)
 
 
+@pytest.mark.parametrize("excluded", [None, ["k_proj"], r".*\.k_proj"])
+def test_the_critic_has_no_adapter_on_the_head(model, excluded):
+    config = lora(target_modules=["q_proj", "k_proj", "lm_head"], exclude_modules=excluded)
+    roles = ActorCritic(get_peft_model(model, config), critic="adapter")
+    places = {
+        adapter: {name.split(".lora_")[0] for name, _ in adapters.adapter_parameters(roles.policy, adapter)}
+        for adapter in ("default", "critic")
+    }
+    assert places["critic"] == {name for name in places["default"] if "lm_head" not in name}
+    assert any("lm_head" in name for name in places["default"])
+    assert any("k_proj" in name for name in places["critic"]) == (excluded is None)
+
+
 @pytest.mark.parametrize("name", MOVES_BASE)
 def test_where_base_weights_moved_into_the_adapter_the_critic_starts_with_them(model, name):
     model = get_peft_model(model, lora(**MOVES_BASE[name]))

@@ -146,7 +146,9 @@ def add_value_adapter(model: PeftModel, policy: str) -> str:
     config = copy.deepcopy(model.peft_config[policy])
     config.modules_to_save = None
     config.inference_mode = False
-    _exclude(config, head_name(model.get_base_model()))  # values do not pass through it
+    head = model.get_base_model().get_output_embeddings()
+    if isinstance(head, BaseTunerLayer) and policy in head._get_available_adapters():
+        _exclude(config, head_name(model.get_base_model()))  # values do not pass through it
     if getattr(config, "ensure_weight_tying", False):  # so there is nothing to tie
         config.ensure_weight_tying = False
         config.modules_to_tie = config.target_modules_to_tie = None

@@ -19,7 +19,7 @@ def seeded_generator(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int, shuffle: bool = True) -> list[int]:
+def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int) -> list[int]:
     """The dataset rows of one rollout, over all processes.
 
     Prompts are an endless stream of shuffled passes over the dataset; rollout k takes its k-th slice of `batch_size`.
@@ -28,7 +28,7 @@ def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int, shuffle
     position = rollout * batch_size
     while len(rows) < batch_size:
         epoch, offset = divmod(position + len(rows), num_rows)
-        order = torch.randperm(num_rows, generator=seeded_generator(seed, epoch)) if shuffle else torch.arange(num_rows)
+        order = torch.randperm(num_rows, generator=seeded_generator(seed, epoch))
         rows += order[offset : offset + batch_size - len(rows)].tolist()
     return rows
 
