@@ -250,3 +250,19 @@ def test_checkpointing_reaches_policy_and_critic_and_goes_off_again(model, class
     assert all(inner.is_activation_checkpointing for inner in models)
     getattr(roles, f"{name}_disable")()
     assert not any(inner.is_activation_checkpointing for inner in models)
+
+
+@pytest.mark.parametrize("role", ["model", "ref_model"])
+def test_a_nan_weight_is_named_before_anything_runs(trainer, model, role):
+    broken = copy.deepcopy(model)
+    with torch.no_grad():
+        broken.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    with pytest.raises(FloatingPointError, match=f"{role}: parameter 'model.layers.1.mlp.up_proj.weight'"):
+        trainer(**{role: broken})
+
+
+def test_critic_detach_goes_with_a_shared_critic(trainer, lora, classifier):
+    with pytest.raises(ValueError, match="critic_detach"):
+        trainer(critic_detach=True, critic="adapter", peft_config=lora)
+    with pytest.raises(ValueError, match="critic_detach"):
+        trainer(critic_detach=True, value_model=classifier)
