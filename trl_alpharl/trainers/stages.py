@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers.utils import logging
 
 from .._trl import is_conversational
 from ..functional.advantages import compute_gae, explained_variance_from_moments
@@ -23,12 +24,14 @@ from ..functional.losses import clipped_surrogate_loss, clipped_value_loss
 from ..functional.masking import masked_moments, masked_sum, merge_moments, whiten
 from ..functional.rewards import combine_rewards, penalize_missing_eos, token_rewards
 from ..records import Advantages, Rollout, Scored, TokenChunk, TokenStats
-from ..roles.prepare import first_bad_parameter
+from ..roles.prepare import check_positions, first_bad_parameter
 from ..rollout.prompts import prompt_rows, seeded_generator
 from ..rollout.sampler import sample
 from ..rollout.scoring import ChunkPlan, gather_rows, plan_chunks, score_rollout
 from .loader import mini_batches, take_rows
 from .metrics import MetricSums
+
+logger = logging.get_logger(__name__)
 
 
 class PPOStages:
@@ -37,7 +40,8 @@ class PPOStages:
 
     def sample_prompts(self, index: int) -> list[int]:
         """The dataset rows of rollout `index`, over all processes."""
-        return prompt_rows(len(self.train_dataset), self.args.batch_size, index, self.args.seed)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return prompt_rows(len(self.train_dataset), self.args.batch_size, index, seed)
 
     def explore(self, prompts: list[list[int]], examples: list[dict[str, Any]], index: int) -> Rollout:
         """Completions of the behaviour policy; for PPO the policy itself."""
@@ -52,9 +56,11 @@ class PPOStages:
         rows = self.sample_prompts(index)
         size = self.args.local_batch_size
         examples = take_rows(self.train_dataset, rows[self.args.process_index * size :][:size])
+        prompts = self.tokenize_prompts(examples)
+        check_positions(self.policy_model, max(map(len, prompts)), self.args.response_length)
         try:
             with self.accelerator.autocast():
-                rollout = self.explore(self.tokenize_prompts(examples), examples, index)
+                rollout = self.explore(prompts, examples, index)
         except RuntimeError:
             self._require_finite_weights(all_of_them=True)
             raise
@@ -82,6 +88,10 @@ class PPOStages:
             "log_metric": lambda name, value: metrics.add(name, value),
             "log_extra": lambda name, values: None,
         }
+        if "prompt" not in rollout.examples[0]:
+            extras["prompt_ids"] = [
+                row[mask].tolist() for row, mask in zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu())
+            ]
         table = self.reward_runner(prompts, completions, ids, columns, extras)
         device = rollout.completion_ids.device
         values = torch.tensor(table.values, dtype=torch.float64, device=device)
@@ -89,6 +99,8 @@ class PPOStages:
         bad = given & ~values.isfinite()
         for column, name in enumerate(table.names):
             metrics.add_all(f"reward/{name}", values[:, column], given[:, column] & ~bad[:, column])
+        if not given.any():
+            logger.warning_once("every reward function returned None for a whole rollout: nothing is trained on it.")
         cause = ", ".join(f"reward {name!r}" for column, name in enumerate(table.names) if bad[:, column].any())
         weights = torch.tensor(self.reward_runner.weights, dtype=torch.float64, device=device)
         scores, valid = combine_rewards(values.masked_fill(~given | bad, float("nan")), weights)
@@ -163,7 +175,8 @@ class PPOStages:
             kl, rows = self._sum_over_processes(
                 torch.stack([self._kl(experience.scored).sum(), experience.scored.valid.sum()]).double()
             ).tolist()
-            self.kl_controller.update(kl / max(rows, 1.0), self.args.batch_size)
+            if rows > 0:
+                self.kl_controller.update(kl / rows, self.args.batch_size)
 
     # Helpers
 
@@ -171,6 +184,11 @@ class PPOStages:
         """A rollout's chunk shapes and mini-batches; they follow from its lengths and the seed."""
         if self._plan is None or self._plan[0] is not rollout:
             args = self.args
+            if len(rollout.finished) != args.local_batch_size:
+                raise ValueError(
+                    f"a rollout of {len(rollout.finished)} completions; the optimizer steps need local_batch_size = "
+                    f"{args.local_batch_size} (per_device_train_batch_size x gradient_accumulation_steps)."
+                )
             seed = (args.seed, rollout.index, args.process_index)
             batches = mini_batches(args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs, seed)
             rows = min(args.per_device_train_batch_size, args.local_mini_batch_size)
