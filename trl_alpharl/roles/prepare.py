@@ -118,8 +118,8 @@ def check_positions(model: nn.Module, prompt_tokens: int, response_tokens: int) 
     if limit is None or prompt_tokens + response_tokens <= limit:
         return
     line = (
-        f"a prompt of {prompt_tokens} tokens and response_length {response_tokens} exceed the model's {limit} positions; "
-        "shorten one of them."
+        f"a prompt of {prompt_tokens} tokens and response_length {response_tokens} exceed the model's {limit} "
+        "positions; shorten one of them."
     )
     tables = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
     if any(table is not inner.get_input_embeddings() and table.num_embeddings >= limit for table in tables):
