@@ -100,14 +100,16 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             raise TypeError(
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}."
             )
+        inputs.check_roles(model, value_model, args.critic, peft_config)
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
         self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator)
         inputs.check_datasets(self.tokenize_prompts, train_dataset, eval_dataset)
+        rewards = inputs.list_rewards(reward_funcs, reward_model, args.reward_weights)
 
         set_seed(args.seed)  # fresh adapters are drawn from the seed
         policy = inputs.load_policy(model, args.model_init_kwargs, peft_config)
-        rewards = inputs.resolve_rewards(reward_funcs, reward_model, reward_processing_classes, tokenizer, policy)
+        rewards = inputs.resolve_rewards(rewards, None, reward_processing_classes, tokenizer, policy)
         self.reward_runner = RewardRunner(rewards, args.reward_weights)
         self.reward_model, self.ref_model = reward_model, ref_model
         actor_critic = ActorCritic(
@@ -128,7 +130,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[*(callbacks or []), _EndOfStep(self)],
+            callbacks=[*inputs.callback_list(callbacks), _EndOfStep(self)],
             optimizers=optimizers,
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # set by the launcher, not by a field of args
