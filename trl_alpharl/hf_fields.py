@@ -101,7 +101,7 @@ class TrainingFields:
     bf16_full_eval: bool = _arg(False, "Evaluate with bfloat16 weights.")
     fp16_full_eval: bool = _arg(False, "Evaluate with float16 weights.")
     tf32: bool | None = _arg(None, "TF32 matrix products on Ampere and newer. None: torch's setting.")
-    gradient_checkpointing: bool | None = _arg(False, "Recompute activations in the backward pass to save memory.")
+    gradient_checkpointing: bool | None = _arg(None, "Recompute activations in the backward pass. None: no.")
     gradient_checkpointing_kwargs: dict | str | None = _arg(None, "Arguments of gradient_checkpointing.")
     activation_checkpointing: bool | None = _arg(None, "Newer name of gradient_checkpointing.")
     activation_checkpointing_kwargs: dict | str | None = _arg(None, "Newer name of gradient_checkpointing_kwargs.")

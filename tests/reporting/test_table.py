@@ -62,6 +62,7 @@ def test_the_outcome_shows_table_and_figures():
         "entropy": 30.0,
         "seconds": 59.6,
         "response_tokens_per_s": 700.4,
+        "peak_rss_bytes": 3 << 29,
         "rows": [{"prompt": "the dog", "before": "ran", "after": "laughed", "score_before": 0.0, "score_after": 1.0}],
     }
     console = Console(file=io.StringIO(), width=100)
@@ -70,6 +71,7 @@ def test_the_outcome_shows_table_and_figures():
     assert "laughed" in text
     assert "score 0.500 ± 0.100 -> 1.500 ± 0.200" in text
     assert "KL 2.00 and entropy 30.00 nats a completion; 60 s at 700 completion tokens/s" in text
+    assert "peak memory 1.50 GiB" in text
     console = Console(file=io.StringIO(), width=100)
     print_outcome({**summary, "rows": []}, console)
     assert "│" not in console.file.getvalue()

@@ -23,6 +23,7 @@ TESTED_ELSEWHERE = {
     "cli/metrics.py": "cli/test_listings.py",
     "cli/recipes.py": "cli/test_listings.py",
     "cli/rewards.py": "cli/test_listings.py",
+    "roles/trainer_face.py": "roles/test_actor_critic.py",
     "trainers/ppo_trainer.py": "trainers/test_swap_in.py",
 }
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..units import display_bytes
 from .summary import Summary
 
 LONGEST = 320  # characters of a text that are shown
@@ -41,7 +42,8 @@ def print_outcome(summary: Summary, console: Console) -> None:
     figures.append(f"{summary['score_after']:.3f} ± {summary['score_after_se']:.3f}", "bold")
     figures.append("  (mean ± standard error)\n")
     figures.append(f"KL {summary['kl']:.2f} and entropy {summary['entropy']:.2f} nats a completion; ")
-    figures.append(f"{summary['seconds']:.0f} s at {summary['response_tokens_per_s']:.0f} completion tokens/s")
+    figures.append(f"{summary['seconds']:.0f} s at {summary['response_tokens_per_s']:.0f} completion tokens/s, ")
+    figures.append(f"peak memory {display_bytes(summary['peak_rss_bytes'])}")
     console.print(figures)
 
 
