@@ -49,3 +49,14 @@ def test_permutations_follow_from_the_seed_alone():
     assert same == mini_batches(12, 3, 2, seed=(7, 1, 0))
     others = [mini_batches(12, 3, 2, seed=seed) for seed in ((8, 1, 0), (7, 2, 0), (7, 1, 1))]
     assert all(other != same for other in others)
+
+
+@pytest.mark.parametrize("extra", [1, 5, 36])
+def test_replayed_rows_enlarge_the_mini_batches_and_move_nobody(extra):
+    plain = mini_batches(12, 3, 2, seed=(7, 0, 0))
+    more = mini_batches(12, 3, 2, seed=(7, 0, 0), extra_rows=extra)
+    for before, after in zip(plain, more):
+        assert [rows[:4] for rows in after] == before
+        added = [rows[4:] for rows in after]
+        assert sorted(row for rows in added for row in rows) == list(range(12, 12 + extra))
+        assert max(map(len, added)) - min(map(len, added)) <= 1
