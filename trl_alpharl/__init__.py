@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .rewards.model import RewardModel
+    from .trainers.arpo_config import ARPOConfig
+    from .trainers.arpo_trainer import ARPOTrainer
     from .trainers.ppo_config import PPOConfig
     from .trainers.ppo_trainer import PPOTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ARPOConfig": ".trainers.arpo_config",
+    "ARPOTrainer": ".trainers.arpo_trainer",
     "PPOConfig": ".trainers.ppo_config",
     "PPOTrainer": ".trainers.ppo_trainer",
     "RewardModel": ".rewards.model",
@@ -32,4 +36,4 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["PPOConfig", "PPOTrainer", "RewardModel", "__version__"]
+__all__ = ["ARPOConfig", "ARPOTrainer", "PPOConfig", "PPOTrainer", "RewardModel", "__version__"]

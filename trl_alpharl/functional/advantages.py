@@ -65,8 +65,21 @@ def compute_gae_with_entropy(
     >>> compute_gae_with_entropy(zero, zero, torch.tensor([[1.0, 2.0]]), mask, gamma=1.0, lam=1.0, entropy_coef=0.5)[0]
     tensor([[1.5000, 1.0000]])
     """
-    augmented = token_rewards + entropy_coef * entropies.masked_fill(~mask, 0)
-    return compute_gae(augmented, values, mask, gamma, lam)
+    return compute_gae(entropy_augmented(token_rewards, entropies, mask, entropy_coef), values, mask, gamma, lam)
+
+
+def entropy_augmented(token_rewards: Tensor, entropies: Tensor, mask: Tensor, entropy_coef: float) -> Tensor:
+    """r_t + coef H_t.
+
+    Args: token_rewards (B, C); entropies (B, C) nats; mask (B, C) bool; entropy_coef, in reward a nat. Entropies of
+        padding may be anything.
+    Returns: (B, C).
+
+    >>> mask = torch.tensor([[True, False]])
+    >>> entropy_augmented(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, torch.nan]]), mask, entropy_coef=0.5)
+    tensor([[2., 0.]])
+    """
+    return token_rewards + entropy_coef * entropies.masked_fill(~mask, 0)
 
 
 def mean_baseline_advantages(returns: Tensor, mask: Tensor, mean: Tensor) -> Tensor:

@@ -7,14 +7,16 @@ stored in the units of an old scale would disagree with new ones about what is g
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..records import Advantages, Rollout
 from .exploration import behavior_or_own
+from .joining import join_rollouts
+from .prompts import pad_left
 
 PRIORITIES = ("uniform", "advantage", "reward")
 _LEAST = 1e-3  # of the mean priority: no episode is out of reach
@@ -128,27 +130,19 @@ def with_replayed(rollout: Rollout, episodes: Sequence[Episode], pad_id: int) ->
     if not episodes:
         return rollout
     device = rollout.completion_ids.device
-    rows = len(rollout.completion_ids)
-    prompts = [ids[mask] for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask)]
-    prompts += [episode.prompt_ids.to(device) for episode in episodes]
-    answers = [*rollout.completion_ids, *(episode.completion_ids.to(device) for episode in episodes)]
-    masks = [*rollout.completion_mask, *(torch.ones_like(ids, dtype=torch.bool) for ids in answers[rows:])]
-    own = rollout.behavior_logps
-    if own is None:
-        own = torch.full(rollout.completion_ids.shape, torch.nan, device=device)
-    logps = [*own, *(episode.behavior_logps.to(device) for episode in episodes)]
-    finished = torch.tensor([episode.finished for episode in episodes], device=device)
-    replayed = torch.stack([episode.rewards for episode in episodes]).to(device)
-    known = rollout.known_rewards
-    deep, wide = max(map(len, prompts)), max(map(len, answers))
-    return replace(
-        rollout,
-        prompt_ids=torch.stack([F.pad(ids, (deep - len(ids), 0), value=pad_id) for ids in prompts]),
-        prompt_mask=torch.stack([torch.arange(deep, device=device) >= deep - len(ids) for ids in prompts]),
-        completion_ids=torch.stack([F.pad(ids, (0, wide - len(ids)), value=pad_id) for ids in answers]),
-        completion_mask=torch.stack([F.pad(mask, (0, wide - len(mask))) for mask in masks]),
-        finished=torch.cat([rollout.finished, finished]),
+    prompt_ids, prompt_mask = pad_left([episode.prompt_ids.tolist() for episode in episodes], pad_id, device)
+    lengths = torch.tensor([len(episode.completion_ids) for episode in episodes], device=device)
+    completion_ids = pad_sequence([episode.completion_ids for episode in episodes], True, pad_id).to(device)
+    replayed = Rollout(
+        index=rollout.index,
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        completion_ids=completion_ids,
+        completion_mask=torch.arange(completion_ids.shape[1], device=device) < lengths.unsqueeze(1),
+        finished=torch.tensor([episode.finished for episode in episodes], device=device),
+        examples=[],
         replayed=len(episodes),
-        behavior_logps=torch.stack([F.pad(row, (0, wide - len(row))) for row in logps]),
-        known_rewards=replayed if known is None else torch.cat([known, replayed]),
+        behavior_logps=pad_sequence([episode.behavior_logps for episode in episodes], True).to(device),
+        known_rewards=torch.stack([episode.rewards for episode in episodes]).to(device),
     )
+    return join_rollouts(rollout, replayed, pad_id)

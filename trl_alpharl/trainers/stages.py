@@ -39,6 +39,11 @@ class PPOStages:
         """The dataset rows of rollout `index`, over all processes."""
         return prompt_rows(len(self.train_dataset), self.args.batch_size, index, self.args.seed)
 
+    def local_rows(self, index: int) -> list[int]:
+        """Those of them that this process answers."""
+        size = self.args.local_batch_size
+        return self.sample_prompts(index)[self.args.process_index * size :][:size]
+
     def explore(self, prompts: list[list[int]], examples: list[dict[str, Any]], index: int) -> Rollout:
         """Completions of the behaviour policy; for PPO the policy itself."""
         seed = seeded_generator(self.args.seed, index, self.args.process_index, 1).initial_seed()
@@ -49,9 +54,7 @@ class PPOStages:
         start = time.time()
         index = self.state.global_step // self.args.steps_per_rollout if index is None else index
         self._require_finite_weights()
-        rows = self.sample_prompts(index)
-        size = self.args.local_batch_size
-        examples = take_rows(self.train_dataset, rows[self.args.process_index * size :][:size])
+        examples = take_rows(self.train_dataset, self.local_rows(index))
         try:
             with self.accelerator.autocast():
                 rollout = self.explore(self.tokenize_prompts(examples), examples, index)
