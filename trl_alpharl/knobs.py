@@ -98,7 +98,8 @@ class PPOKnobs:
     # Roles
     critic: Literal["shared", "adapter"] = _knob(
         "shared",
-        "Critic when no value_model is passed. shared: a head on the policy's trunk. adapter: its own LoRA adapter and head.",
+        "Critic when no value_model is passed. shared: a head on the policy's trunk. adapter: its own LoRA adapter and "
+        "head.",
     )
     critic_detach: bool = _knob(False, "With critic=shared: value gradients train the head alone, not the trunk.")
     model_adapter_name: str | None = _knob(None, "Which adapter of a PEFT model is the policy. None: the active one.")

@@ -161,7 +161,7 @@ def load_model(model_args: Any, args: PPOConfig) -> tuple[Any, Any]:
 
 
 def lora_config(model_args: Any) -> Any:
-    """TRL's LoRA config. TRL turns a list of one module into a text, which peft would read as a pattern for whole names."""
+    """TRL's LoRA config. TRL turns a list of one module into a text; peft would read it as a pattern of full names."""
     config = get_peft_config(model_args)
     if config is not None and isinstance(config.target_modules, str) and config.target_modules != "all-linear":
         config.target_modules = {config.target_modules}

@@ -47,6 +47,19 @@ def test_a_short_run_learns_repeatably_and_leaves_the_global_generator():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
+def test_the_callers_threads_do_not_change_the_weights_and_are_kept():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        two, _ = pretrain(seed=0, story_count=96)
+        assert torch.get_num_threads() == 2
+        torch.set_num_threads(1)
+        one, _ = pretrain(seed=0, story_count=96)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(p, q) for p, q in zip(one.parameters(), two.parameters()))
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     return load_builtin(0, tmp_path_factory.mktemp("cache"))

@@ -1,9 +1,10 @@
-"""Every command in the README and in docs/ is run or parsed; every code block runs or compiles; links lead somewhere."""
+"""Every command in the README and docs/ is run or parsed; every code block runs or compiles; links lead somewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_commands(page, command):
     elif program in ("python", "python3.11"):
         assert words[1] == "-m" or (ROOT / words[1]).is_file(), command
     elif program == "pip":
-        for flag, name in zip(words, words[1:]):
+        for flag, name in itertools.pairwise(words):
             if flag == "-c":
                 assert (ROOT / name).is_file()
     else:
@@ -87,7 +88,8 @@ def test_links_lead_somewhere(page):
 
 
 def test_metrics_page_is_the_table():
-    rows = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) \|$", (ROOT / "docs/metrics.md").read_text(), flags=re.MULTILINE)
+    page = (ROOT / "docs/metrics.md").read_text()
+    rows = re.findall(r"^\| `([^`]+)` \| (.*?) \| (.*?) \|$", page, flags=re.MULTILINE)
     assert rows == [(name, metric.meaning, metric.unit or "-") for name, metric in METRICS.items()]
 
 

@@ -4,6 +4,8 @@ effects."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -55,11 +57,18 @@ def classifier_values(classifier: nn.Module) -> torch.Tensor:
     return torch.cat([classifier(input_ids=IDS[:, :end]).logits for end in range(3, 8)], 1)
 
 
+def loader(model: nn.Module, folder: Path, tied: bool = False) -> Callable:
+    """The tiny model in a folder of its own, loaded from there: its adapters then know their base."""
+    model.config.tie_word_embeddings = tied
+    if tied:
+        model.tie_weights()
+    model.save_pretrained(folder / "base")
+    return lambda kind=AutoModelForCausalLM, **kwargs: kind.from_pretrained(folder / "base", **kwargs)
+
+
 @pytest.fixture
 def base(model, tmp_path):
-    """The tiny model in a folder of its own, loaded from there: its adapters then know their base."""
-    model.save_pretrained(tmp_path / "base")
-    return lambda kind=AutoModelForCausalLM, **kwargs: kind.from_pretrained(tmp_path / "base", **kwargs)
+    return loader(model, tmp_path)
 
 
 ADAPTERS = {
@@ -72,12 +81,22 @@ ADAPTERS = {
     "pissa": {"init_lora_weights": "pissa"},
     "untyped": {"task_type": None},
 }
+TIED = {
+    "plain": {},
+    "modules_to_save": {"modules_to_save": ["embed_tokens"]},
+    "modules_to_save, tied": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": [5, 9]},
+    "embeddings": {"target_modules": ["q_proj", "embed_tokens"]},
+    "embeddings, tied": {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+}
+EVERY = [(kind, False) for kind in ADAPTERS] + [(kind, True) for kind in TIED]
 
 
 @pytest.mark.parametrize("critic", ["shared", "adapter"])
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_lora_roles_load_with_plain_peft(base, tmp_path, kind, critic):
-    roles = ActorCritic(get_peft_model(base(), lora(**ADAPTERS[kind])), critic=critic)
+@pytest.mark.parametrize("kind, tied", EVERY)
+def test_lora_roles_load_with_plain_peft(model, tmp_path, kind, tied, critic):
+    base, changes = loader(model, tmp_path, tied), (TIED if tied else ADAPTERS)[kind]
+    roles = ActorCritic(get_peft_model(base(), lora(**changes)), critic=critic)
     move(roles)
     saving.save_policy(roles, tmp_path / "run")
     saving.save_critic(roles, tmp_path / "run" / "critic")
@@ -95,14 +114,15 @@ def test_lora_roles_load_with_plain_peft(base, tmp_path, kind, critic):
 
 
 @pytest.mark.parametrize("critic", ["shared", "adapter"])
-@pytest.mark.parametrize("kind", ADAPTERS)
-def test_lora_roles_load_with_ours_and_leave_requires_grad_alone(base, tmp_path, kind, critic):
-    roles = ActorCritic(get_peft_model(base(), lora(**ADAPTERS[kind])), critic=critic)
+@pytest.mark.parametrize("kind, tied", EVERY)
+def test_lora_roles_load_with_ours_and_leave_requires_grad_alone(model, tmp_path, kind, tied, critic):
+    base, changes = loader(model, tmp_path, tied), (TIED if tied else ADAPTERS)[kind]
+    roles = ActorCritic(get_peft_model(base(), lora(**changes)), critic=critic)
     move(roles)
     saving.save_policy(roles, tmp_path / "run")
     saving.save_critic(roles, tmp_path / "run" / "critic")
 
-    other = ActorCritic(get_peft_model(base(), lora(**ADAPTERS[kind])), critic=critic)
+    other = ActorCritic(get_peft_model(base(), lora(**changes)), critic=critic)
     before = {name: parameter.requires_grad for name, parameter in other.named_parameters()}
     reference = _reference(other)
     saving.load_policy(other, tmp_path / "run")

@@ -154,7 +154,7 @@ USERS = {
 @pytest.mark.parametrize("adapted", ["no", "yes", "config on the PeftModel"])
 def test_the_users_generation_config_does_not_leak_and_comes_back(model, adapted):
     if adapted != "no":
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
     roles = ActorCritic(model).train()
     expected = draw(roles).completion_ids
     own = GenerationConfig(**USERS)

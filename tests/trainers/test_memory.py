@@ -75,16 +75,22 @@ def test_peak_memory_grows_by_the_record_alone(trainer, model):
 
     def measure(completions):
         run = run_of(trainer, model, completions, stop_token=None, response_length=24, num_ppo_epochs=1)
-        tokens = []
-        plan = run.plan
-        run.plan = lambda rollout: (tokens.append(tokens_of(rollout)), plan(rollout))[1]
+        sizes = []
+        advantages = run.advantages
+
+        def weighed(scored):
+            experience = advantages(scored)
+            sizes.append(sum(tensor.nbytes for tensor in record_of(experience)))
+            return experience
+
+        run.advantages = weighed
         with PeakBytes() as memory:
             run.train()
-        return memory.peak, max(tokens)
+        return memory.peak, sizes[0]
 
-    (few, few_tokens), (many, many_tokens) = measure(8), measure(64)
-    assert many_tokens > 7 * few_tokens
-    assert many - few <= BYTES_A_TOKEN * (many_tokens - few_tokens)
+    (few, few_record), (many, many_record) = measure(8), measure(64)
+    assert many_record > 7 * few_record
+    assert many - few <= many_record - few_record + 1024
 
 
 def records():

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from trl_alpharl.trainers.checkpoints import load_experience
 
+pytestmark = pytest.mark.trl_compat
 STEPS = 4  # optimizer steps of a rollout: two epochs of two mini-batches
 
 

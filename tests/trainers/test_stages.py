@@ -201,7 +201,9 @@ class TestLosses:
         it = trainer(critic_warmup_steps=2, max_steps=2, peft_config=lora, critic=critic, weight_decay=0.1)
         before = {name: p.detach().clone() for name, p in it.model.named_parameters() if p.requires_grad}
         it.train()
-        changed = {name for name, p in it.model.named_parameters() if name in before and not torch.equal(before[name], p)}
+        changed = {
+            name for name, p in it.model.named_parameters() if name in before and not torch.equal(before[name], p)
+        }
         assert changed
         assert all("value_head" in name or ".critic." in name for name in changed)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -50,8 +52,9 @@ def load_builtin(
 def pretrain(seed: int, story_count: int = _STORIES) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Builds tokenizer and model and trains for one pass over `story_count` stories on the next-token loss.
 
-    The matrices of the layers learn by Muon: in the few seconds that AdamW needs to learn which word follows which, it
-    also learns to look back, so that "she" stays "she" and the inn stays the inn through a story.
+    The matrices of the layers learn by Muon, which in these few steps also learns to look back: sampled pronouns fit
+    the name in 89 to 96 % (three seeds), against 52 % with AdamW alone at a learning rate of 6e-3 (one
+    seed). What takes longer is not learnt: a second place in a story is seldom the first one.
     """
     texts = stories(story_count, _CORPUS_SEED)
     tokenizer = build_tokenizer(texts)
@@ -61,15 +64,29 @@ def pretrain(seed: int, story_count: int = _STORIES) -> tuple[LlamaForCausalLM, 
     others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
     optimizers = [torch.optim.Muon(matrices, lr=_LEARNING_RATE), torch.optim.AdamW(others, lr=_LEARNING_RATE)]
     schedules = [OneCycleLR(optimizer, _LEARNING_RATE, total_steps=len(batches)) for optimizer in optimizers]
-    for batch in (progress := tqdm(batches, desc="pre-training the embedded model", leave=False)):
-        loss = model(**encode(batch, tokenizer)).loss
-        loss.backward()
-        for optimizer, schedule in zip(optimizers, schedules):
-            optimizer.step()
-            schedule.step()
-        model.zero_grad()
-        progress.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
+    with _one_thread():
+        for batch in (progress := tqdm(batches, desc="pre-training the embedded model", leave=False)):
+            loss = model(**encode(batch, tokenizer)).loss
+            loss.backward()
+            for optimizer, schedule in zip(optimizers, schedules):
+                optimizer.step()
+                schedule.step()
+            model.zero_grad()
+            progress.set_postfix(loss=f"{loss.item():.2f}", refresh=False)
     return model.eval(), tokenizer
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The weights then do not depend on the caller's threads, and busy cores do no harm: on them two threads took
+    seven to twelve times as long as one (measured). On idle cores two would be faster.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _batches(texts: list[str], rng: random.Random) -> list[list[str]]:

@@ -142,6 +142,8 @@ def add_value_adapter(model: PeftModel, policy: str) -> str:
     config.modules_to_save = None
     config.inference_mode = False
     _exclude(config, head_name(model.get_base_model()))  # values do not pass through it
+    if getattr(config, "ensure_weight_tying", False):
+        config.ensure_weight_tying = False  # so there is nothing to tie
     _add_adapter(model, VALUE_ADAPTER, config)
     initialization = getattr(model.peft_config[policy], "init_lora_weights", True)
     if isinstance(initialization, str) and initialization not in LEAVES_BASE_WEIGHTS:

@@ -59,12 +59,9 @@ class FullPrecisionHead:
         self.head = model.get_output_embeddings()
         if self.head is None:
             raise ValueError(f"{type(model).__name__} has no output embeddings; a causal language model is needed.")
-        self.after = _after_head(model.config.get_text_config())
-
-    @property
-    def vocab_size(self) -> int:
-        """Columns of the logits."""
-        return self.head.out_features
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size  # columns of the logits
+        self.after = _after_head(config)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):

@@ -93,7 +93,8 @@ def _save_adapter(
         state = {name: tensor for name, tensor in state.items() if not name.startswith(f"base_model.model.{head}.")}
         state[f"base_model.model.{SCORE}"] = score
         config.modules_to_save = sorted({*(config.modules_to_save or []), "score"} - {head})
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, folder / ADAPTER_FILE)
+    state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}  # tied copies apart
+    save_file(state, folder / ADAPTER_FILE)
     config.save_pretrained(folder)
 
 
