@@ -37,7 +37,7 @@ def test_flags_win_and_only_given_values_are_kept(write):
     assert recipe.section("ppo") == {"seed": 2, "learning_rate": 0.001}
     assert recipe.section("model") == {"use_peft": True, "lora_r": 8}
     assert recipe.section("script") == {"method": "ppo", "reward_funcs": ["a"]}
-    with pytest.raises(ValueError, match="section: found 'trainer', expected one of ppo, model, script"):
+    with pytest.raises(ValueError, match="section: found 'trainer', expected one of ppo, arpo, model, script"):
         recipe.section("trainer")
 
 

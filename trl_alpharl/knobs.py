@@ -171,8 +171,8 @@ class ARPOKnobs:
     )
     entropy_coef_max: float | None = _knob(None, "Highest steered coefficient. None: 0.05.")
     entropy_rate: float | None = _knob(None, "Step of the dual, a relative entropy error and a rollout. None: 0.02.")
-    entropy_kp: float | None = _knob(None, "Proportional gain of pi. None: 0.1.")
-    entropy_ki: float | None = _knob(None, "Integral gain of pi. None: 0.01.")
+    entropy_kp: float | None = _knob(None, "Proportional gain of pi. None: 1.")
+    entropy_ki: float | None = _knob(None, "Integral gain of pi. None: 0.1.")
     entropy_start: float | None = _knob(None, "Target at the start, as a share of the first entropy. None: 0.8.")
     entropy_end: float | None = _knob(None, "Target at the end of the run, as that share. None: 0.3.")
 

@@ -21,6 +21,8 @@ from ._trl import ModelConfig, get_peft_config, get_quantization_config
 from .knobs import ScriptKnobs
 from .recipe import Recipe
 from .roles.prepare import refuse_unsupported
+from .trainers.arpo_config import ARPOConfig
+from .trainers.arpo_trainer import ARPOTrainer
 from .trainers.notices import RepairedFieldWarning
 from .trainers.ppo_config import PPOConfig
 from .trainers.ppo_trainer import PPOTrainer
@@ -28,7 +30,7 @@ from .trainers.progress import RunProgress
 
 BUILTIN = "builtin"
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-METHODS = {"ppo": (PPOConfig, PPOTrainer)}
+METHODS = {"ppo": (PPOConfig, PPOTrainer), "arpo": (ARPOConfig, ARPOTrainer)}
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def build(recipe: Recipe) -> Run:
     """Make everything that a recipe names. Nothing heavy loads before the configs are checked."""
     script = ScriptKnobs(**recipe.section("script"))
     config_class, trainer_class = METHODS[script.method]
-    args = config_class(**recipe.section("ppo"))
+    args = config_class(**recipe.section("ppo"), **recipe.section("arpo"))
     model_args = ModelConfig(**recipe.section("model"))
     rewards = [*(script.reward_funcs or []), *([args.reward_model_path] if args.reward_model_path else [])]
     if not rewards:
