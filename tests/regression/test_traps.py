@@ -80,6 +80,20 @@ def test_a1_roles_under_activation_checkpointing(model, switched_on):
         assert gradient.abs().max() > 1e-4, name
 
 
+def test_a1_the_heads_chunks_too(model):
+    """Log-probs are recomputed in the backward, in the policy's role whatever role is active then."""
+    roles = move(ActorCritic(get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))))
+    found = []
+    for role in ("default", None):
+        roles.zero_grad()
+        loss = roles(**TOKENS).per_token_logps.sum()
+        with roles.switch.using(role):
+            loss.backward()
+        found.append({name: p.grad.clone() for name, p in roles.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and any("lm_head.lora_B" in name for name in found[0])
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+
+
 # A2
 
 

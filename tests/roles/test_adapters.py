@@ -163,12 +163,22 @@ def test_changed_copies_of_modules_or_tokens_alone_are_a_change(model, changes):
     assert not adapters.changes_nothing(model, "default")
 
 
+TIED = {
+    "modules_to_save": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "tokens": {"trainable_token_indices": [5, 9]},
+}
+EVERY = [(name, False) for name in ANY_START] + [(name, True) for name in TIED]
+
+
 @pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("critic", ["shared", "adapter"])
-@pytest.mark.parametrize("name", ANY_START)
-def test_policy_and_reference_answer_as_the_model_that_came_in(model, name, critic, trained):
+@pytest.mark.parametrize("name, tied", EVERY)
+def test_policy_and_reference_answer_as_the_model_that_came_in(model, name, tied, critic, trained):
     """KL(0) = 0 for every kind of adapter, and building the roles moves no weight that the policy runs on."""
-    model = get_peft_model(model, lora(**ANY_START[name]))
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model = get_peft_model(model, lora(**(TIED if tied else ANY_START)[name]))
     if trained:
         train_a_little(model)
     came = logits(model)
@@ -194,6 +204,17 @@ def test_other_adapter_types_get_a_copied_reference(model, config):
     assert torch.equal(role_logits(roles, "reference"), came)
 
 
+def test_a_trained_adapter_that_peft_cannot_repeat_is_refused(model):
+    """peft ties the head's factors to the embedding's for a model's first adapter only."""
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    changes = {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True}
+    ActorCritic(get_peft_model(copy.deepcopy(model), lora(**changes)), critic="adapter")  # fresh, it needs no copy
+    model = get_peft_model(model, lora(**changes))
+    with pytest.raises(ValueError, match=r"cannot be copied as the reference: .*lm_head.lora_A.* pass ref_model"):
+        ActorCritic(train_a_little(model))
+
+
 def test_case_12_a_trained_adapter_gets_one_frozen_copy_and_no_second_model(model):
     model = train_a_little(get_peft_model(model, lora(r=2)))
     adapter_size = sum(p.numel() for _, p in adapters.adapter_parameters(model, "default"))
@@ -213,6 +234,19 @@ def test_the_critics_adapter_is_the_identity_at_the_start(model, name):
     base = logits(model)
     roles = ActorCritic(train_a_little(get_peft_model(model, lora(**FRESH[name]))), critic="adapter")
     assert torch.equal(role_logits(roles, "critic"), base)
+
+
+@pytest.mark.parametrize("excluded", [None, ["k_proj"], r".*\.k_proj"])
+def test_the_critic_has_no_adapter_on_the_head(model, excluded):
+    config = lora(target_modules=["q_proj", "k_proj", "lm_head"], exclude_modules=excluded)
+    roles = ActorCritic(get_peft_model(model, config), critic="adapter")
+    places = {
+        adapter: {name.split(".lora_")[0] for name, _ in adapters.adapter_parameters(roles.policy, adapter)}
+        for adapter in ("default", "critic")
+    }
+    assert places["critic"] == {name for name in places["default"] if "lm_head" not in name}
+    assert any("lm_head" in name for name in places["default"])
+    assert any("k_proj" in name for name in places["critic"]) == (excluded is None)
 
 
 @pytest.mark.parametrize("name", MOVES_BASE)

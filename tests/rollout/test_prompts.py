@@ -33,11 +33,6 @@ def test_a_rollout_depends_on_its_index_and_the_seed_alone():
     assert epochs[0] != epochs[1] != epochs[2]  # shuffled anew
 
 
-def test_without_shuffling_the_order_is_the_datasets():
-    assert prompt_rows(3, 4, 0, seed=0, shuffle=False) == [0, 1, 2, 0]
-    assert prompt_rows(3, 4, 1, seed=0, shuffle=False) == [1, 2, 0, 1]
-
-
 def test_seeded_generators_differ_by_every_part_and_by_their_order():
     parts = [(0,), (1,), (0, 0), (0, 1), (1, 0), (7, 0, 1), (7, 1, 0)]
     draws = [torch.rand(4, generator=seeded_generator(*part)).tolist() for part in parts]
@@ -95,3 +90,7 @@ def test_bad_rows_are_one_line_each(tokenizer):
         prompts([{"prompt": "w5"}, {"prompt": ""}])
     with pytest.raises(ValueError, match="`prompt` must be text or a list of chat turns, found int"):
         prompts([{"prompt": 5}])
+    prompts.num_embeddings = 64
+    assert prompts([{"input_ids": [63]}]) == [[63]]
+    with pytest.raises(ValueError, match="a prompt holds token id 64, but the model has 64 embeddings"):
+        prompts([{"input_ids": [5, 64]}])

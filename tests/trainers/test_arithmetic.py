@@ -39,7 +39,7 @@ def numbers():
     """old, new and reference log-probs, old and new values: (4, 6) each, padding included."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(5, 4, WIDTH, generator=generator)
-    drawn[:3] = -drawn[:3].abs()
+    drawn[[0, 2]] = -drawn[[0, 2]].abs()
     drawn[1] = drawn[0] + 0.3 * drawn[1]
     return drawn.masked_fill(~mask(), 1e3)
 
@@ -134,12 +134,13 @@ def test_the_chunks_losses_add_up_to_the_means_over_the_mini_batchs_tokens(run, 
     old, new, _, values, new_values = numbers.tolist()
     _, raw, returns = by_hand(numbers)
     advantages = whitened(raw)
-    policy, value, clipped, value_clipped = [], [], [], []
+    policy, value, clipped, value_clipped, sides = [], [], [], [], set()
     for row in (0, 1, 3):
         for t in range(LENGTHS[row]):
             ratio = math.exp(new[row][t] - old[row][t])
             plain, held = (-advantages[row][t] * r for r in (ratio, min(max(ratio, 1 - LOW), 1 + HIGH)))
             policy.append(max(plain, held))
+            sides.add((held > plain) * (1 if ratio > 1 else -1))
             clipped.append(held > plain)
             near = min(max(new_values[row][t], values[row][t] - VALUE_CLIP), values[row][t] + VALUE_CLIP)
             errors = [(v - returns[row][t]) ** 2 for v in (new_values[row][t], near)]
@@ -159,4 +160,4 @@ def test_the_chunks_losses_add_up_to_the_means_over_the_mini_batchs_tokens(run, 
     assert totals["loss/value_avg"] == pytest.approx(statistics.fmean(value), abs=1e-5)
     assert totals["policy/clipfrac_avg"] == pytest.approx(statistics.fmean(clipped))
     assert totals["val/clipfrac_avg"] == pytest.approx(statistics.fmean(value_clipped))
-    assert 0 < sum(clipped) < len(clipped) and 0 < sum(value_clipped) < len(value_clipped)
+    assert sides == {-1, 0, 1} and 0 < sum(value_clipped) < len(value_clipped)  # the draw has every case in it

@@ -53,6 +53,13 @@ class TestRollout:
             assert all(torch.isfinite(torch.tensor(log["loss"])) for log in it.state.log_history if "loss" in log)
             assert it.state.global_step == 16
 
+    def test_a_token_id_past_the_embeddings_is_one_line(self, trainer):
+        from datasets import Dataset
+
+        it = trainer(train_dataset=Dataset.from_dict({"input_ids": [[5, 64]] * 8}))
+        with pytest.raises(ValueError, match="token id 64, but the model has 64 embeddings"):
+            it.rollout(0)
+
     def test_does_not_depend_on_global_random_state(self, trainer):
         it = trainer()
         first = it.rollout(0)

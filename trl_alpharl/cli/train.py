@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ def run(argv: Sequence[str]) -> int:
         raise RecipeError("train: found no recipe after 'train'; 'trl-alpharl recipes' lists the shipped ones")
     recipe = load_recipe(argv[0], argv[1:])
     _let_cpu_processes_meet()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about optional kernels at every import
     from .. import pipeline
 
     try:

@@ -16,6 +16,7 @@ from . import adapters
 from .backbone import FullPrecisionHead, check_head, decoder_of, hidden_states, take_positions, unwrap_peft
 from .prepare import (
     disable_dropout,
+    first_bad_parameter,
     freeze,
     is_quantized,
     keep_quantized_layers_trainable,
@@ -74,6 +75,10 @@ class ActorCritic(TrainerFace, nn.Module):
         self.value_model = value_model
         self.critic = "model" if value_model is not None else critic
         self.critic_detach = critic_detach
+        if critic_detach and self.critic != "shared":
+            raise ValueError(
+                "critic_detach is set, but the critic has a trunk of its own; it goes with critic='shared'."
+            )
         self.adapters: dict[str, str | None] = {"policy": None, "reference": None, "critic": None}
         if isinstance(policy, PeftModel):
             self._set_up_adapters(model_adapter_name, ref_adapter_name, own_reference=reference is None)
@@ -118,12 +123,10 @@ class ActorCritic(TrainerFace, nn.Module):
 
     def _set_up_heads(self) -> None:
         inner = unwrap_peft(self.policy)
-        self._head = FullPrecisionHead(inner)
-        check_head(inner, self._head)
+        self._head = _checked_head(inner, "model")
         self._reference_head = None
         if self.reference is not None:
-            self._reference_head = FullPrecisionHead(unwrap_peft(self.reference))
-            check_head(unwrap_peft(self.reference), self._reference_head)
+            self._reference_head = _checked_head(unwrap_peft(self.reference), "ref_model")
             if self._reference_head.vocab_size < self._head.vocab_size:
                 raise ValueError(
                     f"ref_model's vocabulary has {self._reference_head.vocab_size} tokens, fewer than "
@@ -254,3 +257,15 @@ class ActorCritic(TrainerFace, nn.Module):
         if self.critic == "adapter":
             parameters += [p for _, p in adapters.adapter_parameters(self.policy, adapters.VALUE_ADAPTER)]
         return parameters
+
+
+def _checked_head(model: Any, name: str) -> FullPrecisionHead:
+    head = FullPrecisionHead(model)
+    try:
+        check_head(model, head)
+    except FloatingPointError as error:
+        parameter = first_bad_parameter(model)
+        if parameter is None:
+            raise
+        raise FloatingPointError(f"{name}: parameter {parameter!r} holds NaN or infinity.") from error
+    return head

@@ -130,7 +130,12 @@ def reference_adapter(model: PeftModel, policy: str, name: str | None) -> str | 
     if changes_nothing(model, policy):
         return None
     _add_adapter(model, REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[policy]))
-    _copy_adapter(model, policy, REFERENCE_ADAPTER)
+    left_out = _copy_adapter(model, policy, REFERENCE_ADAPTER)
+    if left_out:
+        raise ValueError(
+            f"model's adapter {policy!r} comes trained and cannot be copied as the reference: peft gives a second "
+            f"adapter no {left_out[0]!r} (weight tying); pass ref_model."
+        )
     _freeze(model, REFERENCE_ADAPTER)
     return REFERENCE_ADAPTER
 
@@ -141,9 +146,12 @@ def add_value_adapter(model: PeftModel, policy: str) -> str:
     config = copy.deepcopy(model.peft_config[policy])
     config.modules_to_save = None
     config.inference_mode = False
-    _exclude(config, head_name(model.get_base_model()))  # values do not pass through it
-    if getattr(config, "ensure_weight_tying", False):
-        config.ensure_weight_tying = False  # so there is nothing to tie
+    head = model.get_base_model().get_output_embeddings()
+    if isinstance(head, BaseTunerLayer) and policy in head._get_available_adapters():
+        _exclude(config, head_name(model.get_base_model()))  # values do not pass through it
+    if getattr(config, "ensure_weight_tying", False):  # so there is nothing to tie
+        config.ensure_weight_tying = False
+        config.modules_to_tie = config.target_modules_to_tie = None
     _add_adapter(model, VALUE_ADAPTER, config)
     initialization = getattr(model.peft_config[policy], "init_lora_weights", True)
     if isinstance(initialization, str) and initialization not in LEAVES_BASE_WEIGHTS:
@@ -215,10 +223,12 @@ def _exclude(config: Any, module: str) -> None:
 
 
 @torch.no_grad()
-def _copy_adapter(model: PeftModel, source: str, target: str) -> None:
+def _copy_adapter(model: PeftModel, source: str, target: str) -> list[str]:
+    """Give `target` the weights of `source`. Returns the names of what `target` has no place for."""
     weights = {name.replace(f".{source}.", f".{target}."): p for name, p in adapter_parameters(model, source)}
     for name, parameter in adapter_parameters(model, target):
-        parameter.copy_(weights[name])
+        parameter.copy_(weights.pop(name))
+    return [name.strip(".") for name in weights]
 
 
 def _all_but_dicts(model: nn.Module) -> Iterator[nn.Module]:

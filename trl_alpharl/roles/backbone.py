@@ -91,7 +91,10 @@ def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, head: FullPrecisionHead) -> None:
-    """Compare our path to the logits with the model's own on two tokens; another result is refused."""
+    """Compare our path to the logits with the model's own on two tokens; another result is refused.
+
+    Raises ValueError for that, FloatingPointError when the model's logits are not finite.
+    """
     if "position_ids" not in inspect.signature(decoder_of(model).forward).parameters:
         raise ValueError(f"{type(model).__name__} takes no position_ids; it is not supported.")
     device = model.get_input_embeddings().weight.device
@@ -104,6 +107,8 @@ def check_head(model: PreTrainedModel, head: FullPrecisionHead) -> None:
     expected = model(input_ids=input_ids, attention_mask=ones, use_cache=False).logits.float()
     ours = head(hidden_states(decoder_of(model), input_ids, ones, input_ids))
     model.train(was_training)
+    if not expected.isfinite().all():
+        raise FloatingPointError(f"{type(model).__name__} gives NaN or infinite logits.")
     scale = expected.abs().max().clamp(min=1e-3)
     dtypes = {parameter.dtype for parameter in head.head.parameters()}
     tolerance = 0.005 if dtypes == {torch.float32} else 0.05  # a half-precision head of the model's rounds

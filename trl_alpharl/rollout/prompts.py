@@ -19,7 +19,7 @@ def seeded_generator(*parts: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int, shuffle: bool = True) -> list[int]:
+def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int) -> list[int]:
     """The dataset rows of one rollout, over all processes.
 
     Prompts are an endless stream of shuffled passes over the dataset; rollout k takes its k-th slice of `batch_size`.
@@ -28,7 +28,7 @@ def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int, shuffle
     position = rollout * batch_size
     while len(rows) < batch_size:
         epoch, offset = divmod(position + len(rows), num_rows)
-        order = torch.randperm(num_rows, generator=seeded_generator(seed, epoch)) if shuffle else torch.arange(num_rows)
+        order = torch.randperm(num_rows, generator=seeded_generator(seed, epoch))
         rows += order[offset : offset + batch_size - len(rows)].tolist()
     return rows
 
@@ -40,12 +40,14 @@ class PromptTokenizer:
     `attention_mask`). With `data_collator` (a TRL 1.12 script's) the rows' tensors go through it and its mask decides
     what counts. Padding is dropped here by that mask; later code pads as it needs.
 
-    Raises ValueError for a missing column, an empty prompt, or a collator that returns no mask.
+    Raises ValueError for a missing column, an empty prompt, an id past `num_embeddings`, or a collator that returns no
+    mask.
     """
 
     def __init__(self, tokenizer: Any, data_collator: Callable | None = None) -> None:
         self.tokenizer = tokenizer
         self.data_collator = data_collator
+        self.num_embeddings: int | None = None  # rows of the model's embedding, once a model is known
 
     def check(self, example: dict[str, Any], name: str) -> None:
         """Raise one line if a dataset's rows cannot be read."""
@@ -65,6 +67,11 @@ class PromptTokenizer:
             if not ids:
                 raise ValueError(
                     f"a prompt has no tokens: {str(example.get('prompt', example.get('input_ids')))[:80]!r}."
+                )
+            if self.num_embeddings is not None and max(ids) >= self.num_embeddings:
+                raise ValueError(
+                    f"a prompt holds token id {max(ids)}, but the model has {self.num_embeddings} embeddings; "
+                    "tokenize with the model's own tokenizer."
                 )
         return rows
 
