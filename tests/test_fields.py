@@ -111,7 +111,7 @@ def test_every_whole_number_comes_back_exactly(number):
 def test_every_field_says_what_it_is_and_belongs_to_one_object():
     for field in FIELDS.values():
         assert field.help[0] == field.help[0].strip() and field.help.endswith("."), field.name
-        assert field.section in ("ppo", "model", "script"), field.name
+        assert field.section in ("ppo", "arpo", "model", "script"), field.name
 
 
 def test_our_own_knob_wins_over_the_training_argument_of_the_same_name():

@@ -37,7 +37,7 @@ def test_flags_win_and_only_given_values_are_kept(write):
     assert recipe.section("ppo") == {"seed": 2, "learning_rate": 0.001}
     assert recipe.section("model") == {"use_peft": True, "lora_r": 8}
     assert recipe.section("script") == {"method": "ppo", "reward_funcs": ["a"]}
-    with pytest.raises(ValueError, match="section: found 'trainer', expected one of ppo, model, script"):
+    with pytest.raises(ValueError, match="section: found 'trainer', expected one of ppo, arpo, model, script"):
         recipe.section("trainer")
 
 
@@ -153,6 +153,14 @@ def test_a_file_that_is_not_text(tmp_path):
         load_recipe(str(path))
 
 
+def test_fields_of_arpo_need_its_method(write):
+    path = write("method: ppo\nkl_stop: 0.01\n")
+    with pytest.raises(RecipeError) as error:
+        load_recipe(path)
+    assert str(error.value) == f"{path}: kl_stop: only 'method: arpo' has this field"
+    assert load_recipe(path, ["--method", "arpo"]).section("arpo") == {"kl_stop": 0.01}
+
+
 def test_a_flag_does_not_stand_in_for_the_recipe_s_method(write):
     with pytest.raises(RecipeError, match="method: missing"):
         load_recipe(write("seed: 1"), ["--method", "ppo"])
@@ -214,14 +222,16 @@ def test_shipped_recipes_are_complete_and_introduce_themselves(name):
 def test_trl_s_parser_takes_shipped_recipes(name, tmp_path):
     from trl import ModelConfig, TrlParser
 
-    from trl_alpharl import PPOConfig
+    from trl_alpharl import ARPOConfig, PPOConfig
 
     recipe = load_recipe(name)
-    given = {**recipe.section("ppo"), **recipe.section("model"), "output_dir": str(tmp_path), "use_cpu": True}
+    config_class = {"ppo": PPOConfig, "arpo": ARPOConfig}[recipe.values["method"]]
+    ours = {**recipe.section("ppo"), **recipe.section("arpo")}
+    given = {**ours, **recipe.section("model"), "output_dir": str(tmp_path), "use_cpu": True}
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(given))
-    args, model = TrlParser((PPOConfig, ModelConfig)).parse_args_and_config(["--config", str(path)])
-    for field in recipe.section("ppo").keys() - {"output_dir"}:
+    args, model = TrlParser((config_class, ModelConfig)).parse_args_and_config(["--config", str(path)])
+    for field in ours.keys() - {"output_dir"}:
         assert getattr(args, field) == given[field], field
     unwrapped = {k: v[0] if isinstance(v, list) and len(v) == 1 else v for k, v in recipe.section("model").items()}
     assert {field: getattr(model, field) for field in unwrapped} == unwrapped

@@ -9,16 +9,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .rewards.combine import Combined
     from .rewards.model import RewardModel
+    from .rewards.scaled import RobustScaled
+    from .trainers.arpo_config import ARPOConfig
+    from .trainers.arpo_trainer import ARPOTrainer
     from .trainers.ppo_config import PPOConfig
     from .trainers.ppo_trainer import PPOTrainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ARPOConfig": ".trainers.arpo_config",
+    "ARPOTrainer": ".trainers.arpo_trainer",
+    "Combined": ".rewards.combine",
     "PPOConfig": ".trainers.ppo_config",
     "PPOTrainer": ".trainers.ppo_trainer",
     "RewardModel": ".rewards.model",
+    "RobustScaled": ".rewards.scaled",
 }
 
 
@@ -32,4 +40,13 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["PPOConfig", "PPOTrainer", "RewardModel", "__version__"]
+__all__ = [
+    "ARPOConfig",
+    "ARPOTrainer",
+    "Combined",
+    "PPOConfig",
+    "PPOTrainer",
+    "RewardModel",
+    "RobustScaled",
+    "__version__",
+]

@@ -50,6 +50,32 @@ METRICS: dict[str, Metric] = {
         "completion tokens of a rollout over its rollout, score and update seconds", "tokens/s"
     ),
     "memory/peak_bytes": Metric("peak device memory (CUDA) or resident memory of the process (CPU)", "bytes"),
+    # ARPO's, each while its mechanism is on
+    "arpo/reward_center/{name}": Metric("center that one reward function's numbers are scaled from", "reward"),
+    "arpo/reward_scale/{name}": Metric("scale of one reward function's numbers, before reward_sigma_min", "reward"),
+    "arpo/shaped_scores": Metric("mean score of a completion after scaling and shaping, penalties included", ""),
+    "arpo/shaping_weight": Metric("factor on the rewards that only shape", ""),
+    "arpo/success_rate": Metric("moving average of the share of completions that succeed", ""),
+    "arpo/popart_mean": Metric("mean of the returns that PopArt's units start from", "reward"),
+    "arpo/popart_scale": Metric("spread of the returns that is PopArt's unit", "reward"),
+    "arpo/entropy_coef": Metric("coefficient of the entropy bonus in a rollout's updates", "1/nat"),
+    "arpo/entropy_target": Metric("entropy that the coefficient steers to", "nats"),
+    "arpo/lam": Metric("mean GAE lambda of the advantages", ""),
+    "arpo/advantage_scale": Metric("moving standard deviation that advantages are whitened by", ""),
+    "arpo/critic_gated": Metric("share of rollouts in which the batch's mean return replaced the critic", ""),
+    "arpo/update_kl": Metric("mean q - 1 - log q of a mini-batch, q the ratio to the rollout's policy", "nats"),
+    "arpo/head_gradient_squared": Metric("squared norm of the policy loss's gradient at the head's input", ""),
+    "arpo/policy_steps": Metric("share of optimizer steps that trained the policy", ""),
+    "arpo/dropped_steps": Metric("share of policy steps dropped by the batch-reuse gate", ""),
+    "arpo/positive_nll": Metric("negative log-likelihood of completions that succeeded, over all tokens", "nats"),
+    "arpo/logit_noise": Metric("deviation of the noise on the logits", ""),
+    "arpo/epsilon_mix": Metric("share of uniformly drawn tokens", ""),
+    "arpo/norm_noise": Metric("deviation of the noise on RMSNorm weights", ""),
+    "arpo/importance": Metric("mean importance weight of a token", ""),
+    "arpo/replayed": Metric("replayed completions in a rollout's updates", "completions"),
+    "arpo/replay_age": Metric("mean age of replayed completions", "rollouts"),
+    "arpo/prompt_success": Metric("mean estimated success rate of the drawn prompts", ""),
+    "arpo/screened_prompts": Metric("share of screened prompts that some, not all, first completions solved", ""),
     # transformers' own
     "loss": Metric("policy loss + vf_coef x value loss, mean over the steps since the last log of this process", ""),
     "grad_norm": Metric("gradient norm of the last step, before clipping; 0 when it was skipped", ""),
@@ -93,4 +119,6 @@ def _entry(key: str) -> Metric | None:
     parts = key.split("/")
     if len(parts) == 3 and parts[0] == "reward":
         key = f"reward/{{name}}/{parts[2]}"
+    if len(parts) == 3 and parts[0] == "arpo":
+        key = f"arpo/{parts[1]}/{{name}}"
     return METRICS.get(key)

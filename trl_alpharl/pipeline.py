@@ -22,6 +22,8 @@ from ._trl import ModelConfig, get_peft_config, get_quantization_config
 from .knobs import ScriptKnobs
 from .recipe import Recipe
 from .trainers import inputs
+from .trainers.arpo_config import ARPOConfig
+from .trainers.arpo_trainer import ARPOTrainer
 from .trainers.checkpoints import check_manifest
 from .trainers.notices import RepairedFieldWarning
 from .trainers.ppo_config import PPOConfig
@@ -30,7 +32,7 @@ from .trainers.progress import RunProgress
 
 BUILTIN = "builtin"
 FILE_FORMATS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-METHODS = {"ppo": (PPOConfig, PPOTrainer)}
+METHODS = {"ppo": (PPOConfig, PPOTrainer), "arpo": (ARPOConfig, ARPOTrainer)}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def build(recipe: Recipe) -> Run:
     """Make everything that a recipe names. The policy, which takes longest, loads when the rest has been checked."""
     script = ScriptKnobs(**recipe.section("script"))
     config_class, trainer_class = METHODS[script.method]
-    args = config_class(**recipe.section("ppo"))
+    args = config_class(**recipe.section("ppo"), **recipe.section("arpo"))
     model_args = ModelConfig(**recipe.section("model"))
     names = [*(script.reward_funcs or []), *([args.reward_model_path] if args.reward_model_path else [])]
     if not names:

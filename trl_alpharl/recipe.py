@@ -31,7 +31,8 @@ class Recipe:
     values: Mapping[str, Any]
 
     def section(self, name: str) -> dict[str, Any]:
-        """The values for one object: `ppo` (PPOConfig), `model` (TRL's ModelConfig) or `script` (ScriptKnobs)."""
+        """The values for one object: `ppo` (PPOConfig), `arpo` (what ARPOConfig takes beside them), `model` (TRL's
+        ModelConfig) or `script` (ScriptKnobs)."""
         if name not in SECTIONS:
             raise ValueError(f"section: found '{name}', expected one of {', '.join(SECTIONS)}")
         return {key: value for key, value in self.values.items() if FIELDS[key].section == name}
@@ -49,7 +50,10 @@ def load_recipe(path_or_name: str, flags: Sequence[str] = ()) -> Recipe:
     beside = path.parent / (written.get("dataset_name") or "")
     if beside.is_file():
         written["dataset_name"] = str(beside.resolve())
-    return Recipe(_name_of(path), path, {**written, **_read_flags(flags)})
+    recipe = Recipe(_name_of(path), path, {**written, **_read_flags(flags)})
+    if recipe.values["method"] != "arpo" and recipe.section("arpo"):
+        raise RecipeError(f"{path}: {next(iter(recipe.section('arpo')))}: only 'method: arpo' has this field")
+    return recipe
 
 
 def shipped_recipes() -> dict[str, Path]:

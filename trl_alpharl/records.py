@@ -6,7 +6,7 @@ they come from positions, never from token ids. Floats are fp32. Padding positio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -14,7 +14,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollout:
-    """Completions sampled by the policy, before anything is known about them."""
+    """Completions sampled by the policy, before anything is known about them.
+
+    The last `replayed` rows come from earlier rollouts. They enlarge the mini-batches; whatever is averaged over a
+    rollout (metrics, controllers) reads the fresh rows before them.
+    """
 
     index: int  # which rollout of the run, from 0
     prompt_ids: Tensor  # (B, P) long, padded on the left
@@ -22,7 +26,26 @@ class Rollout:
     completion_ids: Tensor  # (B, C) long, padded on the right
     completion_mask: Tensor  # (B, C) bool, the stop token included
     finished: Tensor  # (B,) bool, ended by a stop token
-    examples: list[dict[str, Any]]  # B dataset rows, as the dataset gave them
+    examples: list[dict[str, Any]]  # the dataset rows of the fresh rows, as the dataset gave them
+    replayed: int = 0  # rows
+    dataset_rows: Tensor | None = None  # (fresh rows,) long, which rows of the dataset; None: nobody asked
+    behavior_logps: Tensor | None = None  # (B, C) nats, of the policy that sampled; NaN: the one that is being trained
+    known_rewards: Tensor | None = None  # (K, F) fp64, of the last K rows, as `Scored.rewards`: asked for before
+
+    @property
+    def fresh(self) -> int:
+        """Rows that were sampled for this rollout."""
+        return len(self.completion_ids) - self.replayed
+
+    def head(self, rows: int) -> Rollout:
+        """The first `rows` rows; the rollout itself when these are all."""
+        if rows == len(self.completion_ids):
+            return self
+        per_row = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "finished", "behavior_logps")
+        cut = {name: _cut(getattr(self, name), rows) for name in per_row}
+        sources = _cut(self.dataset_rows, rows)
+        examples = self.examples[:rows]
+        return replace(self, **cut, dataset_rows=sources, examples=examples, replayed=0, known_rewards=None)
 
     def lengths(self) -> tuple[list[int], list[int]]:
         """Prompt and completion lengths in tokens, B each."""
@@ -42,6 +65,11 @@ class Scored:
     valid: Tensor  # (B,) bool, False where every reward function returned None: the row trains nothing
     finite: bool  # False when a reward or a log-prob was NaN or infinite on any process: the updates are skipped
     cause: str = ""  # what was not finite
+    rewards: Tensor | None = None  # (B, F) fp64, what each reward function said, unweighted; NaN = no opinion
+
+    def head(self, rows: int) -> Scored:
+        """The first `rows` rows; the record itself when these are all."""
+        return _head(self, rows, rollout=self.rollout.head(rows))
 
 
 @dataclass(frozen=True)
@@ -53,6 +81,10 @@ class Advantages:
     token_rewards: Tensor  # (B, C)
     advantages: Tensor  # (B, C) whitened over all processes
     returns: Tensor  # (B, C) value targets
+
+    def head(self, rows: int) -> Advantages:
+        """The first `rows` rows; the record itself when these are all."""
+        return _head(self, rows, scored=self.scored.head(rows))
 
 
 @dataclass(frozen=True)
@@ -104,6 +136,18 @@ class Controller(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _cut(tensor: Tensor | None, rows: int) -> Tensor | None:
+    return None if tensor is None else tensor[:rows]
+
+
+def _head(record: Any, rows: int, **inner: Any) -> Any:
+    """The first rows of a record all of whose tensors have one entry a row."""
+    if all(part is getattr(record, name) for name, part in inner.items()):
+        return record
+    values = {field.name: getattr(record, field.name) for field in fields(record)}
+    return replace(record, **inner, **{name: v[:rows] for name, v in values.items() if isinstance(v, Tensor)})
 
 
 __all__ = [

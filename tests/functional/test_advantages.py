@@ -3,7 +3,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_alpharl.functional.advantages import compute_gae, explained_variance, explained_variance_from_moments
+from trl_alpharl.functional.advantages import (
+    compute_gae,
+    compute_gae_with_entropy,
+    explained_variance,
+    explained_variance_from_moments,
+    mean_baseline_advantages,
+)
 from trl_alpharl.functional.masking import masked_moments, merge_moments
 
 
@@ -102,3 +108,26 @@ def test_explained_variance_of_merged_processes_is_that_of_the_union():
     targets = merge_moments(torch.stack([masked_moments(returns[half], keep) for half in halves]))
     exact = 1 - ((returns - values).double().var() / returns.double().var())
     assert explained_variance_from_moments(errors, targets).item() == pytest.approx(exact.item(), rel=1e-6)
+
+
+def test_entropy_rewards_enter_before_the_scan():
+    generator = torch.Generator().manual_seed(2)
+    rewards, values, entropies = (torch.randn(3, 4, generator=generator) for _ in range(3))
+    mask = torch.arange(4) < torch.tensor([[4], [2], [0]])
+    dirty = entropies.masked_fill(~mask, float("nan"))
+    found = compute_gae_with_entropy(rewards, values, dirty, mask, 0.9, 0.8, 0.3)
+    for row, length in enumerate([4, 2, 0]):
+        augmented = [float(r) + 0.3 * float(h) for r, h in zip(rewards[row, :length], entropies[row, :length])]
+        expected = gae_by_definition(augmented, values[row, :length].tolist(), 0.9, 0.8)
+        assert found[0][row, :length].tolist() == pytest.approx(expected, abs=1e-5)
+    plain = compute_gae(rewards, values, mask, 0.9, 0.8)
+    assert all(
+        torch.equal(a, b) for a, b in zip(compute_gae_with_entropy(rewards, values, dirty, mask, 0.9, 0.8, 0.0), plain)
+    )
+
+
+def test_mean_baseline_advantages_sum_to_zero_and_keep_the_order():
+    returns = torch.tensor([[1.0, 2.0], [6.0, float("nan")]])
+    mask = torch.tensor([[True, True], [True, False]])
+    found = mean_baseline_advantages(returns, mask, torch.tensor(3.0))
+    assert found.tolist() == [[-2.0, -1.0], [3.0, 0.0]]

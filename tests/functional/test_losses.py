@@ -3,7 +3,12 @@ import math
 import pytest
 import torch
 
-from trl_alpharl.functional.losses import clipped_surrogate_loss, clipped_value_loss
+from trl_alpharl.functional.losses import (
+    clipped_surrogate_loss,
+    clipped_value_loss,
+    entropy_bonus,
+    positive_nll_loss,
+)
 
 GARBAGE = [float("nan"), float("inf"), -float("inf"), 1e3]
 LOW, HIGH = 0.2, 0.3
@@ -126,3 +131,28 @@ def test_chunks_of_a_mini_batch_add_up_however_rows_are_grouped(groups):
     mean = -torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - LOW, 1 + HIGH))[mask].mean()
     assert sum(part.loss for part in parts).item() == pytest.approx(mean.item(), rel=1e-6)
     assert torch.allclose(logps.grad, torch.autograd.grad(mean, logps)[0], atol=1e-7)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_positive_nll_counts_the_tokens_of_successes_alone(garbage):
+    logps = torch.tensor([[-1.0, -2.0], [-4.0, garbage], [-8.0, garbage]], requires_grad=True)
+    mask = torch.tensor([[True, True], [True, False], [True, False]])
+    loss = positive_nll_loss(logps, mask, torch.tensor([True, False, True]), normalizer=4)
+    loss.backward()
+    assert loss.item() == pytest.approx((1 + 2 + 8) / 4)
+    assert logps.grad.tolist() == [[-0.25, -0.25], [0.0, 0.0], [-0.25, 0.0]]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_entropy_bonus_is_a_mean_over_the_mini_batch(garbage):
+    entropies = torch.tensor([[1.0, 2.0], [4.0, garbage]], requires_grad=True)
+    bonus = entropy_bonus(entropies, torch.tensor([[True, True], [True, False]]), normalizer=5)
+    bonus.backward()
+    assert bonus.item() == pytest.approx(7 / 5)
+    assert entropies.grad.tolist() == [[pytest.approx(0.2)] * 2, [pytest.approx(0.2), 0.0]]
+
+
+def test_a_mini_batch_without_tokens_has_no_extra_losses():
+    nothing = torch.zeros(1, 2, dtype=torch.bool)
+    assert positive_nll_loss(torch.ones(1, 2), nothing, torch.tensor([True]), normalizer=0) == 0
+    assert entropy_bonus(torch.ones(1, 2), nothing, normalizer=0) == 0

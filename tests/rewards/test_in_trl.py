@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from trl_alpharl.rewards.combine import Combined
 from trl_alpharl.rewards.exact_match import exact_match
 from trl_alpharl.rewards.model import RewardModel
+from trl_alpharl.rewards.scaled import RobustScaled
 
 
 def tiny_tokenizer():
@@ -21,6 +22,10 @@ def tiny_tokenizer():
 
 async def even_length(completions, completion_ids, trainer_state, **kwargs):
     return [None if trainer_state is None else float(len(ids) % 2 == 0) for ids in completion_ids]
+
+
+def number_of_tokens(completion_ids, **kwargs):
+    return [1e4 * len(ids) + ids[0] for ids in completion_ids]
 
 
 @pytest.mark.trl_compat
@@ -37,7 +42,13 @@ def test_one_grpo_step(tmp_path):
     trainer = GRPOTrainer(
         model=LlamaForCausalLM(config),
         processing_class=tokenizer,
-        reward_funcs=[exact_match, reward_model, even_length, Combined([exact_match, even_length], weights=[2.0, 1.0])],
+        reward_funcs=[
+            exact_match,
+            reward_model,
+            even_length,
+            Combined([exact_match, even_length], weights=[2.0, 1.0]),
+            RobustScaled(number_of_tokens),
+        ],
         args=GRPOConfig(
             output_dir=str(tmp_path),
             per_device_train_batch_size=4,
@@ -60,3 +71,4 @@ def test_one_grpo_step(tmp_path):
     )
     assert 0 <= match <= 1 and 0 <= even <= 1 and model_score != 0
     assert combined == pytest.approx(2 * match + even)
+    assert -3 <= logged["rewards/scaled_number_of_tokens/mean"] <= 3

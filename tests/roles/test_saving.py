@@ -282,3 +282,22 @@ def test_weights_in_several_files(model, tmp_path):
             parameter.zero_()
     saving.load_policy(roles, tmp_path)
     assert torch.equal(policy_logits(roles), expected)
+
+
+def test_a_value_head_with_a_bias_comes_back(model, tmp_path):
+    roles, other = ActorCritic(model), ActorCritic(copy.deepcopy(model))
+    for part in (roles, other):
+        part.add_value_bias()
+    move(roles)
+    saving.save_critic(roles, tmp_path)
+    saving.load_critic(other, tmp_path)
+    assert torch.equal(other.value_head.bias, roles.value_head.bias) and roles.value_head.bias != 0
+    assert torch.equal(other.value_head.weight, roles.value_head.weight)
+
+
+def test_a_value_head_without_the_bias_that_is_needed_is_one_line(model, tmp_path):
+    saving.save_critic(ActorCritic(model), tmp_path)
+    other = ActorCritic(copy.deepcopy(model))
+    other.add_value_bias()
+    with pytest.raises(ValueError, match=r"value_head.safetensors does not fit the model: 'score.bias' is missing"):
+        saving.load_critic(other, tmp_path)

@@ -64,3 +64,41 @@ def run_state() -> Callable:
         }
 
     return take
+
+
+@pytest.fixture
+def arpo(model, tokenizer, dataset, tmp_path) -> Callable:
+    """A factory of the tiny set-up's ARPOTrainer. Keywords of ARPOConfig go into the config, others to the trainer."""
+    from dataclasses import fields
+
+    from trl_alpharl import ARPOConfig, ARPOTrainer
+
+    names = {field.name for field in fields(ARPOConfig)}
+    tiny = {
+        "output_dir": str(tmp_path / "run"),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "num_ppo_epochs": 2,
+        "total_episodes": 16,
+        "response_length": 6,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "num_sample_generations": 0,
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "report_to": "none",
+        "seed": 7,
+    }
+
+    def count_word(completions, **kwargs):
+        return [float(sum(word in ("w5", "w6", "w7") for word in text.split())) for text in completions]
+
+    def make(**changes: Any):
+        knobs = {name: value for name, value in changes.items() if name in names}
+        rest = {name: value for name, value in changes.items() if name not in names}
+        values = {"processing_class": tokenizer, "train_dataset": dataset, "reward_funcs": count_word}
+        args = ARPOConfig(**{**tiny, **knobs})
+        return ARPOTrainer(args=args, **{"model": copy.deepcopy(model), **values, **rest})
+
+    return make

@@ -54,3 +54,14 @@ def test_permutations_follow_from_the_seed_alone():
 def test_a_finished_run_gets_no_further_step():
     assert list(RolloutLoader(range(10), 5, 3, 6, step=lambda: 6, item=lambda step: step)) == []
     assert list(RolloutLoader(range(10), 5, 3, 8, step=lambda: 6, item=lambda step: step)) == [6, 7]
+
+
+@pytest.mark.parametrize("extra", [1, 5, 36])
+def test_replayed_rows_enlarge_the_mini_batches_and_move_nobody(extra):
+    plain = mini_batches(12, 3, 2, seed=(7, 0, 0))
+    more = mini_batches(12, 3, 2, seed=(7, 0, 0), extra_rows=extra)
+    for before, after in zip(plain, more):
+        assert [rows[:4] for rows in after] == before
+        added = [rows[4:] for rows in after]
+        assert sorted(row for rows in added for row in rows) == list(range(12, 12 + extra))
+        assert max(map(len, added)) - min(map(len, added)) <= 1

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ..fields import Field, alternatives, fields_of
 from ..hf_fields import ModelFields, TrainingFields
-from ..knobs import PPOKnobs, ScriptKnobs
+from ..knobs import ARPOKnobs, PPOKnobs, ScriptKnobs
 
 _USAGE = """\
 usage: trl-alpharl train RECIPE [--field value ...]
@@ -27,7 +27,12 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT", list: "VALUE
 
 def train_help(everything: bool = False) -> str:
     """Usage and fields, grouped; with `everything` the TrainingArguments too."""
-    sources = {"RECIPE": ScriptKnobs, "TRAINER": PPOKnobs, "MODEL, as TRL's ModelConfig": ModelFields}
+    sources = {
+        "RECIPE": ScriptKnobs,
+        "TRAINER": PPOKnobs,
+        "TRAINER, with method: arpo": ARPOKnobs,
+        "MODEL, as TRL's ModelConfig": ModelFields,
+    }
     if everything:
         sources["TRAINING, as transformers' TrainingArguments"] = TrainingFields
     width = min(shutil.get_terminal_size((120, 40)).columns, 120)

@@ -8,14 +8,16 @@ from torch import Tensor
 from .masking import masked_moments
 
 
-def compute_gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+def compute_gae(
+    token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float | Tensor
+) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
 
     A_t = delta_t + gamma lam A_{t+1} with delta_t = r_t + gamma V_{t+1} - V_t. A completion ends at its last token: the
     value after it is 0, and nothing that padding holds enters.
 
     Args: token_rewards (B, C), values (B, C), the estimate before each token is produced, mask (B, C) bool, padded on
-        the right; gamma and lam in [0, 1].
+        the right; gamma and lam in [0, 1], lam one number or (B,), one a completion.
     Returns: advantages (B, C) and returns = advantages + values (B, C), fp32, 0 at padding.
     Raises: ValueError for a mask with a gap: the scan would carry value across it.
 
@@ -39,6 +41,61 @@ def compute_gae(token_rewards: Tensor, values: Tensor, mask: Tensor, gamma: floa
         next_value = values[:, t]
         advantages[:, t] = next_advantage
     return advantages, advantages + values
+
+
+def compute_gae_with_entropy(
+    token_rewards: Tensor,
+    values: Tensor,
+    entropies: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float | Tensor,
+    entropy_coef: float,
+) -> tuple[Tensor, Tensor]:
+    """GAE over entropy-augmented rewards r_t + coef H_t: uncertain tokens, and those that lead to them, gain.
+
+    The maximum-entropy objective (Haarnoja et al. 2018, arXiv 1801.01290, eq. 1) under `compute_gae`; equal to it at
+    entropy_coef 0.
+
+    Args: as of `compute_gae`; entropies (B, C) nats, of the policy's next-token distribution at each token;
+        entropy_coef, in reward a nat. Padding may hold anything.
+    Returns: advantages and returns (B, C), fp32, 0 at padding.
+
+    >>> mask, zero = torch.tensor([[True, True]]), torch.zeros(1, 2)
+    >>> compute_gae_with_entropy(zero, zero, torch.tensor([[1.0, 2.0]]), mask, gamma=1.0, lam=1.0, entropy_coef=0.5)[0]
+    tensor([[1.5000, 1.0000]])
+    """
+    return compute_gae(entropy_augmented(token_rewards, entropies, mask, entropy_coef), values, mask, gamma, lam)
+
+
+def entropy_augmented(token_rewards: Tensor, entropies: Tensor, mask: Tensor, entropy_coef: float) -> Tensor:
+    """r_t + coef H_t.
+
+    Args: token_rewards (B, C); entropies (B, C) nats; mask (B, C) bool; entropy_coef, in reward a nat. Entropies of
+        padding may be anything.
+    Returns: (B, C).
+
+    >>> mask = torch.tensor([[True, False]])
+    >>> entropy_augmented(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, torch.nan]]), mask, entropy_coef=0.5)
+    tensor([[2., 0.]])
+    """
+    return token_rewards + entropy_coef * entropies.masked_fill(~mask, 0)
+
+
+def mean_baseline_advantages(returns: Tensor, mask: Tensor, mean: Tensor) -> Tensor:
+    """Advantages over the batch's mean return instead of over a critic (EVPO, arXiv 2604.19485, for EV <= 0).
+
+    A critic whose explained variance is not above 0 predicts worse than that mean does.
+
+    Args: returns (B, C), discounted rewards to go (lambda = 1); mask (B, C) bool; mean (0-d), of the returns that
+        count, over all processes. Padding may hold anything.
+    Returns: (B, C), 0 at padding.
+
+    >>> mask = torch.tensor([[True, True, False]])
+    >>> mean_baseline_advantages(torch.tensor([[1.0, 3.0, 9.0]]), mask, mean=torch.tensor(2.0))
+    tensor([[-1.,  1.,  0.]])
+    """
+    return (returns - mean.to(returns.dtype)).masked_fill(~mask, 0)
 
 
 def explained_variance(returns: Tensor, values: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -93,5 +93,32 @@ def clipped_value_loss(
     return ValueLoss(_over_tokens(loss, normalizer), (clipped > unclipped).sum())
 
 
+def positive_nll_loss(logps: Tensor, mask: Tensor, positive: Tensor, normalizer: float | Tensor) -> Tensor:
+    """Negative log-likelihood of the completions that succeeded (VAPO, arXiv 2504.05118, section 4.3).
+
+    Args: logps (B, C) nats; mask (B, C) bool; positive (B,) bool, the rows that succeeded; normalizer, the valid tokens
+        of the whole mini-batch over all processes (0: the loss is 0). Padding may hold anything.
+    Returns: 0-d, in nats.
+
+    >>> logps, mask = torch.tensor([[-1.0, -2.0], [-5.0, -5.0]]), torch.tensor([[True, True], [True, True]])
+    >>> positive_nll_loss(logps, mask, torch.tensor([True, False]), normalizer=4)
+    tensor(0.7500)
+    """
+    return _over_tokens(-logps.masked_fill(~(mask & positive.unsqueeze(1)), 0).sum(), normalizer)
+
+
+def entropy_bonus(entropies: Tensor, mask: Tensor, normalizer: float | Tensor) -> Tensor:
+    """Mean entropy of a chunk's tokens as its share of the mini-batch; subtract it, times a coefficient, from the loss.
+
+    Args: entropies (B, C) nats; mask (B, C) bool; normalizer, the valid tokens of the whole mini-batch over all
+        processes (0: the bonus is 0). Padding may hold anything.
+    Returns: 0-d, in nats.
+
+    >>> entropy_bonus(torch.tensor([[1.0, 2.0, 9.0]]), torch.tensor([[True, True, False]]), normalizer=2)
+    tensor(1.5000)
+    """
+    return _over_tokens(entropies.masked_fill(~mask, 0).sum(), normalizer)
+
+
 def _over_tokens(total: Tensor, normalizer: float | Tensor) -> Tensor:
     return total / (normalizer + (normalizer == 0))  # a mini-batch of empty completions: 0 / 1, not 0 / 0

@@ -135,6 +135,8 @@ class ActorCritic(TrainerFace, nn.Module):
                     f"model's {self._head.vocab_size}."
                 )
         self.value_head: nn.Linear | None = None
+        self.watch_head_gradient = False
+        self.head_gradient = torch.zeros(())  # of the last forward, see `_watched`
         if self.value_model is None:
             hidden_size = inner.config.get_text_config().hidden_size
             self.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
@@ -144,6 +146,13 @@ class ActorCritic(TrainerFace, nn.Module):
             raise ValueError(
                 "value_model has no `score` head; load it with AutoModelForSequenceClassification, num_labels=1."
             )
+
+    def add_value_bias(self) -> None:
+        """Give the value head a bias, which starts at 0. Raises ValueError for a critic that was passed as a model."""
+        if self.value_head is None:
+            raise ValueError("popart: it rescales a value head; value_model has its own, leave one of them out.")
+        weight = self.value_head.weight
+        self.value_head.bias = nn.Parameter(torch.zeros(1, dtype=weight.dtype, device=weight.device))
 
     # Statistics of completion tokens
 
@@ -170,7 +179,7 @@ class ActorCritic(TrainerFace, nn.Module):
                 with torch.no_grad() if want == "value" else nullcontext():
                     hidden = take_positions(hidden_states(decoder_of(self.policy), *tokens), predict_at)
             if want != "value":
-                logps, entropies = self._token_logps(self._head, hidden, completion_ids, temperature)
+                logps, entropies = self._token_logps(self._head, self._watched(hidden), completion_ids, temperature)
         if want != "policy":
             values = self._values(tokens, predict_at, hidden)
         return TokenStats(logps, entropies, values)
@@ -198,6 +207,20 @@ class ActorCritic(TrainerFace, nn.Module):
             hidden = hidden_states(decoder_of(model), chunk.input_ids, chunk.attention_mask, chunk.position_ids)
             hidden = take_positions(hidden, chunk.predict_at)
             return self._token_logps(head, hidden, chunk.completion_ids, temperature)[0]
+
+    def _watched(self, hidden: Tensor) -> Tensor:
+        """The head's input. With `watch_head_gradient` the backward pass leaves the squared norm of the policy loss's
+        gradient there in `head_gradient`, a 0-d tensor that is new for every forward."""
+        if not (self.watch_head_gradient and hidden.requires_grad):
+            return hidden
+        squares = self.head_gradient = torch.zeros((), device=hidden.device)
+        watched = hidden.view_as(hidden)
+
+        def note(gradient: Tensor) -> None:
+            squares.add_(gradient.float().square().sum())
+
+        watched.register_hook(note)
+        return watched
 
     def _token_logps(self, head: Any, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         logps, entropies = chunked_logps_and_entropy(

@@ -52,8 +52,9 @@ def save_critic(model: ActorCritic, folder: Path) -> None:
         else:
             model.value_model.save_pretrained(folder)
         return
-    score = model.value_head.weight.detach().cpu()
-    save_file({SCORE: score.contiguous()}, folder / HEAD_FILE)
+    head = {f"score.{name}": tensor.detach().cpu().contiguous() for name, tensor in model.value_head.named_parameters()}
+    save_file(head, folder / HEAD_FILE)
+    score = head[SCORE]
     if isinstance(model.policy, PeftModel):
         adapter = model.adapters["critic"] or model.adapters["policy"]
         _save_adapter(model.policy, adapter, TaskType.SEQ_CLS, folder, score)
@@ -69,8 +70,10 @@ def load_critic(model: ActorCritic, folder: Path) -> None:
         else:
             _load_model(model.value_model, folder)
         return
-    with torch.no_grad():
-        model.value_head.weight.copy_(load_file(folder / HEAD_FILE)[SCORE])
+    head = load_file(folder / HEAD_FILE)
+    with torch.no_grad(), _one_line(folder / HEAD_FILE):
+        for name, parameter in model.value_head.named_parameters():
+            parameter.copy_(head[f"score.{name}"])
     if model.critic == "adapter":
         _load_adapter(model.policy, VALUE_ADAPTER, folder, drop=SCORE)
 

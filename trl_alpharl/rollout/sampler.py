@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..records import Rollout
+from .exploration import Exploration
 from .prompts import pad_left
 
 
@@ -49,22 +50,39 @@ def sample(
     index: int,
     sampling: Sampling,
     seed: int,
+    exploration: Exploration | None = None,
 ) -> Rollout:
-    """One rollout: a completion for each of B prompts.
+    """One rollout: a completion for each of B prompts, from the policy or from what `exploration` makes of it; the
+    record then holds that policy's log-probs.
 
     The draw depends on `seed`, the prompts and the weights, never on global random state. Each chunk stops when all its
     rows have ended.
     """
     device = actor_critic.device
     completions: list[Tensor] = []
+    logps: list[Tensor] = []
     cuda = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=cuda), _neutral_generation(actor_critic, sampling) as config:
+    # A recorder divides by the temperature itself: `generate` would do so after it.
+    neutral = sampling if exploration is None else replace(sampling, temperature=1.0)
+    with torch.random.fork_rng(devices=cuda), _neutral_generation(actor_critic, neutral) as config:
         torch.manual_seed(seed)
-        for start in range(0, len(prompts), sampling.chunk_rows):
-            ids, mask = pad_left(prompts[start : start + sampling.chunk_rows], sampling.pad_id, device)
-            output = actor_critic.generate(input_ids=ids, attention_mask=mask.long(), generation_config=config)
-            completions.append(output[:, ids.shape[1] :])
-    return _assemble(prompts, completions, examples, index, sampling, device)
+        with nullcontext() if exploration is None else exploration.perturbed(actor_critic.policy):
+            for start in range(0, len(prompts), sampling.chunk_rows):
+                ids, mask = pad_left(prompts[start : start + sampling.chunk_rows], sampling.pad_id, device)
+                recorder = None if exploration is None else exploration.recorder(sampling.temperature)
+                extra = {} if recorder is None else {"logits_processor": [recorder]}
+                tokens = {"input_ids": ids, "attention_mask": mask.long()}
+                completions.append(
+                    actor_critic.generate(**tokens, generation_config=config, **extra)[:, ids.shape[1] :]
+                )
+                if recorder is not None:
+                    logps.append(recorder.logps(completions[-1]))
+    rollout = _assemble(prompts, completions, examples, index, sampling, device)
+    if exploration is None:
+        return rollout
+    width = rollout.completion_ids.shape[1]
+    recorded = torch.cat([_widen(part, width, 0) for part in logps])
+    return replace(rollout, behavior_logps=recorded.masked_fill(~rollout.completion_mask, 0.0))
 
 
 def _assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:

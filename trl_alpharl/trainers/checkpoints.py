@@ -29,6 +29,7 @@ ARGUMENTS = "training_args.json"
 STAGING = ".saving"
 # Files of a checkpoint that only a resumed run reads; a model repository does without them.
 RUN_STATE = ["*.pt", "*.pth", "trainer_state.json", "controllers*.json", "rollout*.safetensors", MANIFEST]
+RUN_STATE += ["replay*.safetensors", "curriculum*.safetensors"]
 
 
 class CheckpointMixin:
@@ -99,8 +100,14 @@ class CheckpointMixin:
             return
         state = {name: controller.state_dict() for name, controller in self._controllers().items()}
         (checkpoint / _rank_file(CONTROLLERS, self.args)).write_text(json.dumps(state))
+        for name, store in self._stores().items():
+            save_file(store.tensors(), checkpoint / _rank_file(f"{name}.safetensors", self.args))
         if self._experience is not None:
             save_experience(self._experience, checkpoint / _rank_file(ROLLOUT, self.args))
+
+    def _stores(self) -> dict[str, Any]:
+        """Everything with a state of tensors (`tensors`, `load_tensors`), by the name of its file."""
+        return {}
 
     def _controllers(self) -> dict[str, Any]:
         """Everything with a state of plain numbers, by name."""
@@ -140,7 +147,14 @@ class CheckpointMixin:
         self._load_weights(checkpoint)
         state = json.loads((checkpoint / _rank_file(CONTROLLERS, self.args)).read_text())
         for name, controller in self._controllers().items():
+            if name not in state:
+                raise ValueError(f"{checkpoint} has no state of {name!r}: the run that saved it had that switched off.")
             controller.load_state_dict(state[name])
+        for name, store in self._stores().items():
+            file = checkpoint / _rank_file(f"{name}.safetensors", self.args)
+            if not file.is_file():
+                raise ValueError(f"{checkpoint} has no {file.name}: the run that saved it had {name} switched off.")
+            store.load_tensors(load_file(file))
         rollout = checkpoint / _rank_file(ROLLOUT, self.args)
         self._experience = load_experience(rollout, self.accelerator.device) if rollout.is_file() else None
 
@@ -234,16 +248,20 @@ def _rank_file(name: str, args: Any) -> str:
 # The rollout record
 
 _ROLLOUT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "finished")
-_SCORED = ("old_per_token_logps", "ref_per_token_logps", "values", "entropies", "scores", "valid")
+_ROLLOUT += ("dataset_rows", "behavior_logps")
+_SCORED = ("old_per_token_logps", "ref_per_token_logps", "values", "entropies", "scores", "valid", "rewards")
 _ADVANTAGES = ("mask", "token_rewards", "advantages", "returns")
+_MAY_BE_NONE = ("dataset_rows", "behavior_logps", "rewards")
 
 
 def save_experience(experience: Advantages, path: Path) -> None:
     """Write a rollout record. The dataset rows are not in it: the rewards have already seen them."""
     scored = experience.scored
     parts = ((scored.rollout, _ROLLOUT), (scored, _SCORED), (experience, _ADVANTAGES))
-    tensors = {name: getattr(part, name).contiguous().clone() for part, names in parts for name in names}
-    facts = {"index": scored.rollout.index, "finite": scored.finite, "cause": scored.cause}
+    tensors = {name: getattr(part, name) for part, names in parts for name in names}
+    tensors = {name: tensor.contiguous().clone() for name, tensor in tensors.items() if tensor is not None}
+    facts = {"index": scored.rollout.index, "replayed": scored.rollout.replayed}
+    facts |= {"finite": scored.finite, "cause": scored.cause}
     save_file(tensors, path, metadata={"facts": json.dumps(facts)})
 
 
@@ -251,8 +269,9 @@ def load_experience(path: Path, device: torch.device) -> Advantages:
     """What `save_experience` wrote, on `device`, with no dataset rows."""
     with safe_open(path, framework="pt") as file:
         facts = json.loads(file.metadata()["facts"])
-    tensors = {name: tensor.to(device) for name, tensor in load_file(path).items()}
-    rollout = Rollout(index=facts["index"], examples=[], **{name: tensors[name] for name in _ROLLOUT})
+    tensors = dict.fromkeys(_MAY_BE_NONE) | {name: tensor.to(device) for name, tensor in load_file(path).items()}
+    sizes = {"index": facts["index"], "replayed": facts["replayed"]}
+    rollout = Rollout(**sizes, examples=[], **{name: tensors[name] for name in _ROLLOUT})
     scored = Scored(
         rollout=rollout, finite=facts["finite"], cause=facts["cause"], **{name: tensors[name] for name in _SCORED}
     )

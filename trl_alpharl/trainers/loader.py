@@ -60,12 +60,19 @@ def take_rows(dataset: Any, rows: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def mini_batches(
-    local_batch_size: int, num_mini_batches: int, epochs: int, seed: Sequence[int]
+    local_batch_size: int, num_mini_batches: int, epochs: int, seed: Sequence[int], extra_rows: int = 0
 ) -> list[list[list[int]]]:
-    """Row indices of every mini-batch of a rollout: epochs x mini-batches x rows, each epoch a fresh permutation."""
+    """Row indices of every mini-batch of a rollout: epochs x mini-batches x rows, each epoch a fresh permutation.
+
+    `extra_rows` more rows after those of the rollout, the replayed ones, are dealt out evenly: they enlarge the
+    mini-batches and leave the others where they were.
+    """
     size = local_batch_size // num_mini_batches
     plans = []
     for epoch in range(epochs):
-        order = torch.randperm(local_batch_size, generator=seeded_generator(*seed, epoch)).tolist()
-        plans.append([order[start : start + size] for start in range(0, local_batch_size, size)])
+        generator = seeded_generator(*seed, epoch)
+        order = torch.randperm(local_batch_size, generator=generator).tolist()
+        extra = (local_batch_size + torch.randperm(extra_rows, generator=generator)).tolist()
+        batches = [order[start : start + size] for start in range(0, local_batch_size, size)]
+        plans.append([rows + extra[number::num_mini_batches] for number, rows in enumerate(batches)])
     return plans

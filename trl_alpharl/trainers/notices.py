@@ -52,8 +52,9 @@ REPAIRED: dict[str, Repair] = {
 def repaired_fields(args: Any) -> list[str]:
     """One line for every repaired field of a `PPOConfig` that is not at its default and whose change matters there."""
     lines = []
+    unset = getattr(args, "chosen_by_preset", ())
     for field in fields(args):
-        repair = REPAIRED.get(field.name)
+        repair = None if field.name in unset else REPAIRED.get(field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         value = getattr(args, field.name)
         if repair is not None and value != default and repair.matters(args):

@@ -51,8 +51,8 @@ class PPOConfig(PPOKnobs, BaseConfig):
         if self.bf16_by_hardware:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         self._accumulation: int | None = None
-        _check_choices(self)
-        _check_ranges(self)
+        check_choices(self, PPOKnobs)
+        check_ranges(self, _RANGES)
         _check_numbers(self)
         super().__post_init__()
         _check_sizes(self)
@@ -116,9 +116,10 @@ class PPOConfig(PPOKnobs, BaseConfig):
         return args
 
 
-def _check_choices(config: PPOConfig) -> None:
-    hints = get_type_hints(PPOKnobs)
-    for knob in fields(PPOKnobs):
+def check_choices(config: Any, knobs: type) -> None:
+    """Raise ValueError, naming the field, for a value that is not one of a field's choices."""
+    hints = get_type_hints(knobs)
+    for knob in fields(knobs):
         parts = (hints[knob.name], *get_args(hints[knob.name]))
         choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
         allowed = [*choices, None] if type(None) in parts else choices
@@ -128,7 +129,8 @@ def _check_choices(config: PPOConfig) -> None:
 
 
 # Fields, their type, what must hold, and how to say it. None passes where it is the default.
-_RANGES: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
+Ranges = tuple[tuple[str, Any, Callable[[Any], bool], str], ...]
+_RANGES: Ranges = (
     (
         "per_device_train_batch_size gradient_accumulation_steps num_ppo_epochs num_mini_batches total_episodes "
         "response_length local_rollout_forward_batch_size kl_horizon",
@@ -153,9 +155,10 @@ _RANGES: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
 )
 
 
-def _check_ranges(config: PPOConfig) -> None:
+def check_ranges(config: Any, ranges: Ranges) -> None:
+    """Raise ValueError, naming the field, for a number of the wrong type or outside its range."""
     defaults = {knob.name: knob.default for knob in fields(config)}
-    for names, kind, holds, rule in _RANGES:
+    for names, kind, holds, rule in ranges:
         for name in names.split():
             value = getattr(config, name)
             if value is None and defaults[name] is None:

@@ -135,8 +135,8 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # set by the launcher, not by a field of args
             raise ValueError("FSDP and DeepSpeed are not supported; use configs/accelerate/ddp.yaml.")
-        inputs.check_optimizer(self.optimizer, actor_critic, args.critic_learning_rate)
         self._set_up_run()
+        inputs.check_optimizer(self.optimizer, actor_critic, args.critic_learning_rate)
         if self.is_world_process_zero():
             warn_about_repaired_fields(args)
 
@@ -224,7 +224,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
 
     def chunk_loss(self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
         """A chunk's share of the loss and of the mini-batch's metrics."""
-        want = "value" if self.state.global_step < self.args.critic_warmup_steps else "policy+value"
+        want = "policy+value" if self.policy_learns() else "value"
         with self.accelerator.autocast():
             stats = model(
                 input_ids=chunk.input_ids,
@@ -259,6 +259,8 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             self.faults.record(", ".join(bad) or "the gradient", 1)
             return
         self.faults.good_step()
+        if not self.admit_step(dict(zip(names, values.tolist()))):
+            model.zero_grad(set_to_none=True)
         for name, value in zip(names, values):
             self.metrics.add(name, value)
             if name == "val/ratio":
@@ -296,7 +298,8 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         update_s = time.time() - self._update_started
         self.metrics.add("time/update_s", update_s)
         if self._collect_s:  # 0 where this process resumed a rollout that another one collected
-            tokens = experience.scored.rollout.completion_mask.sum()
+            rollout = experience.scored.rollout
+            tokens = rollout.completion_mask[: rollout.fresh].sum()
             seconds = (self._collect_s + update_s) / self.accelerator.num_processes
             self.metrics.add("response_tokens_per_s", tokens, seconds)
         self._collect_s = 0.0

@@ -1,7 +1,7 @@
 """The stages of PPO, in the order in which data flows through them:
 
 sample_prompts -> explore -> reward -> score -> shape_rewards -> estimate_advantages -> (policy_loss + value_loss) for
-every chunk of every mini-batch -> after_update.
+every chunk of every mini-batch that policy_learns and admit_step let through -> after_update.
 
 `ARPOTrainer` overrides stages and nothing else.
 """
@@ -43,6 +43,11 @@ class PPOStages:
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return prompt_rows(len(self.train_dataset), self.args.batch_size, index, seed)
 
+    def local_rows(self, index: int) -> list[int]:
+        """Those of them that this process answers."""
+        size = self.args.local_batch_size
+        return self.sample_prompts(index)[self.args.process_index * size :][:size]
+
     def explore(self, prompts: list[list[int]], examples: list[dict[str, Any]], index: int) -> Rollout:
         """Completions of the behaviour policy; for PPO the policy itself."""
         seed = seeded_generator(self.args.seed, index, self.args.process_index, 1).initial_seed()
@@ -53,9 +58,7 @@ class PPOStages:
         start = time.time()
         index = self.state.global_step // self.args.steps_per_rollout if index is None else index
         self._require_finite_weights()
-        rows = self.sample_prompts(index)
-        size = self.args.local_batch_size
-        examples = take_rows(self.train_dataset, rows[self.args.process_index * size :][:size])
+        examples = take_rows(self.train_dataset, self.local_rows(index))
         prompts = self.tokenize_prompts(examples)
         check_positions(self.policy_model, max(map(len, prompts)), self.args.response_length)
         try:
@@ -79,10 +82,13 @@ class PPOStages:
         self.metrics.add("time/score_s", time.time() - start)
         return scored
 
-    def reward(self, rollout: Rollout, metrics: MetricSums) -> tuple[Tensor, Tensor, str]:
-        """Scores (B,), which rows have one (B,), and what was not finite, if anything."""
-        prompts, completions, columns = self._texts(rollout)
-        ids = [row[mask].tolist() for row, mask in zip(rollout.completion_ids.cpu(), rollout.completion_mask.cpu())]
+    def reward(self, rollout: Rollout, metrics: MetricSums) -> tuple[Tensor, str]:
+        """What each reward function says about each row, (B, F) with NaN for no opinion, and what was not finite, if
+        anything. Rows whose rewards are known are not asked about again."""
+        known = rollout.known_rewards
+        asked = rollout if known is None else rollout.head(len(rollout.completion_ids) - len(known))
+        prompts, completions, columns = self._texts(asked)
+        ids = [row[mask].tolist() for row, mask in zip(asked.completion_ids.cpu(), asked.completion_mask.cpu())]
         extras = {
             "trainer_state": self.state,
             "log_metric": lambda name, value: metrics.add(name, value),
@@ -90,7 +96,7 @@ class PPOStages:
         }
         if "prompt" not in rollout.examples[0]:
             extras["prompt_ids"] = [
-                row[mask].tolist() for row, mask in zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu())
+                row[mask].tolist() for row, mask in zip(asked.prompt_ids.cpu(), asked.prompt_mask.cpu())
             ]
         table = self.reward_runner(prompts, completions, ids, columns, extras)
         device = rollout.completion_ids.device
@@ -102,9 +108,18 @@ class PPOStages:
         if not given.any():
             logger.warning_once("every reward function returned None for a whole rollout: nothing is trained on it.")
         cause = ", ".join(f"reward {name!r}" for column, name in enumerate(table.names) if bad[:, column].any())
-        weights = torch.tensor(self.reward_runner.weights, dtype=torch.float64, device=device)
-        scores, valid = combine_rewards(values.masked_fill(~given | bad, float("nan")), weights)
-        return scores.float(), valid, cause
+        values = values.masked_fill(~given | bad, float("nan"))
+        return values if known is None else torch.cat([values, known.to(device)]), cause
+
+    def combine(self, rewards: Tensor, rollout: Rollout, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Scores (B,), penalties included, and which rows have one (B,), of rewards (B, F). `factors` (F,) multiply the
+        rewards' weights."""
+        weights = torch.tensor(self.reward_runner.weights, dtype=torch.float64, device=rewards.device)
+        scores, valid = combine_rewards(rewards, weights if factors is None else weights * factors)
+        scores = scores.float()
+        if self.args.missing_eos_penalty is not None:
+            scores = penalize_missing_eos(scores, rollout.finished, self.args.missing_eos_penalty)
+        return scores.masked_fill(~valid, 0.0), valid
 
     def shape_rewards(self, scored: Scored, kl: Tensor, mask: Tensor) -> Tensor:
         """Token rewards (B, C): the KL penalty everywhere, the score on the last token."""
@@ -113,12 +128,12 @@ class PPOStages:
             rewards = whiten(rewards, mask, self._merged_moments(rewards, mask), shift_mean=False)
         return rewards
 
-    def estimate_advantages(self, rewards: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def estimate_advantages(self, scored: Scored, rewards: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Whitened advantages and value targets, (B, C) each."""
         args = self.args
-        advantages, returns = compute_gae(rewards, values, mask, args.gamma, args.lam)
+        advantages, returns = compute_gae(rewards, scored.values, mask, args.gamma, args.lam)
         if args.lam_critic is not None:
-            returns = compute_gae(rewards, values, mask, args.gamma, args.lam_critic)[1]
+            returns = compute_gae(rewards, scored.values, mask, args.gamma, args.lam_critic)[1]
         return whiten(advantages, mask, self._merged_moments(advantages, mask)), returns
 
     def advantages(self, scored: Scored) -> Advantages:
@@ -126,18 +141,29 @@ class PPOStages:
         mask = scored.rollout.completion_mask & scored.valid.unsqueeze(1)
         kl = self._kl(scored)
         rewards = self.shape_rewards(scored, kl, mask)
-        advantages, returns = self.estimate_advantages(rewards, scored.values, mask)
+        advantages, returns = self.estimate_advantages(scored, rewards, mask)
         experience = Advantages(scored, mask, rewards, advantages, returns)
         if scored.finite:
-            self._record_rollout(experience, kl)
+            fresh = scored.rollout.fresh
+            self._record_rollout(experience.head(fresh), kl[:fresh])
         else:
             self.faults.record(scored.cause, self.args.steps_per_rollout)
         return experience
 
+    def policy_learns(self) -> bool:
+        """Whether the next step trains the policy, or the critic alone."""
+        return self.state.global_step >= self.args.critic_warmup_steps
+
     def policy_loss(
-        self, stats: TokenStats, chunk: TokenChunk, experience: Advantages, tokens: Tensor
+        self,
+        stats: TokenStats,
+        chunk: TokenChunk,
+        experience: Advantages,
+        tokens: Tensor,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, dict]:
-        """The clipped surrogate of a chunk over the mini-batch's `tokens`, and sums for the metrics."""
+        """The clipped surrogate of a chunk over the mini-batch's `tokens`, and sums for the metrics. `weights` (R, C'):
+        a factor on each token's loss."""
         args = self.args
         loss = clipped_surrogate_loss(
             stats.per_token_logps,
@@ -147,6 +173,7 @@ class PPOStages:
             args.cliprange,
             args.cliprange if args.cliprange_high is None else args.cliprange_high,
             tokens,
+            weights,
         )
         return loss.loss, {
             "loss/policy_avg": loss.loss.detach(),
@@ -169,11 +196,16 @@ class PPOStages:
         )
         return loss.loss, {"loss/value_avg": loss.loss.detach(), "val/clipfrac_avg": loss.clipped_count / tokens}
 
+    def admit_step(self, totals: dict[str, float]) -> bool:
+        """Whether a step may be taken, once its gradients and its metrics are there."""
+        return True
+
     def after_update(self, experience: Advantages) -> None:
         """The rollout is used up: controllers react."""
-        if experience.scored.finite:
+        scored = experience.scored.head(experience.scored.rollout.fresh)
+        if scored.finite:
             kl, rows = self._sum_over_processes(
-                torch.stack([self._kl(experience.scored).sum(), experience.scored.valid.sum()]).double()
+                torch.stack([self._kl(scored).sum(), scored.valid.sum()]).double()
             ).tolist()
             if rows > 0:
                 self.kl_controller.update(kl / rows, self.args.batch_size)
@@ -184,22 +216,21 @@ class PPOStages:
         """A rollout's chunk shapes and mini-batches; they follow from its lengths and the seed."""
         if self._plan is None or self._plan[0] is not rollout:
             args = self.args
-            if len(rollout.finished) != args.local_batch_size:
+            if rollout.fresh != args.local_batch_size:
                 raise ValueError(
-                    f"a rollout of {len(rollout.finished)} completions; the optimizer steps need local_batch_size = "
+                    f"a rollout of {rollout.fresh} completions; the optimizer steps need local_batch_size = "
                     f"{args.local_batch_size} (per_device_train_batch_size x gradient_accumulation_steps)."
                 )
             seed = (args.seed, rollout.index, args.process_index)
-            batches = mini_batches(args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs, seed)
+            sizes = (args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs)
+            batches = mini_batches(*sizes, seed, rollout.replayed)
             rows = min(args.per_device_train_batch_size, args.local_mini_batch_size)
             self._plan = (rollout, plan_chunks(rollout, batches, rows), batches)
         return self._plan[1:]
 
     def _score(self, rollout: Rollout, plan: ChunkPlan, metrics: MetricSums) -> Scored:
-        scores, valid, cause = self.reward(rollout, metrics)
-        if self.args.missing_eos_penalty is not None:
-            scores = penalize_missing_eos(scores, rollout.finished, self.args.missing_eos_penalty)
-        scores = scores.masked_fill(~valid, 0.0)
+        rewards, cause = self.reward(rollout, metrics)
+        scores, valid = self.combine(rewards, rollout)
         with self.accelerator.autocast():
             stats, reference = score_rollout(self.model, rollout, plan, self.args.temperature)
         for name, tensor in (
@@ -220,6 +251,7 @@ class PPOStages:
             valid=valid,
             finite=not cause,
             cause=cause,
+            rewards=rewards,
         )
 
     def _texts(self, rollout: Rollout) -> tuple[list, list, dict[str, list]]:
