@@ -271,17 +271,33 @@ def test_another_rank_and_storage_take_over_at_the_next_refresh(network, exact, 
     assert basis.shape == (96, 4)
 
 
-def test_two_optimizers_on_one_weight_are_refused_and_a_dropped_one_lets_go(network, exact, backward):
+def test_a_second_optimizer_takes_over_and_the_first_one_says_so(network, exact, train, backward):
     model = network()
     first = LowRankAdamW(model.parameters(), config=exact())
     second = LowRankAdamW(model.parameters(), config=exact())
-    with pytest.raises(RuntimeError, match="is there a second one on this model"):
-        backward(model, 0)
-    del first, second
-    gc.collect()
-    model.zero_grad()
-    backward(model, 0)
+    train(model, second, [0])
+    with pytest.raises(RuntimeError, match=r"^another LowRankAdamW was made for these parameters"):
+        first.step()
+
+
+@pytest.mark.parametrize("how", ["deleted", "released"])
+def test_an_optimizer_that_is_done_leaves_gradients_alone(network, exact, train, backward, how):
+    """Else a model that goes on under another optimizer would not learn, without an error."""
+    model = network()
+    optimizer = LowRankAdamW(model.parameters(), config=exact())
+    train(model, optimizer, [0])
+    if how == "deleted":
+        del optimizer
+        gc.collect()
+    else:
+        optimizer.taker.release()
+    backward(model, 1)
     assert model.first.weight.grad is not None
+    if how == "released":
+        model.zero_grad()
+        optimizer.taker.attach()
+        backward(model, 1)
+        assert model.first.weight.grad is None
 
 
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8", "int8", "8bit", "nf4"])

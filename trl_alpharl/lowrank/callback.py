@@ -90,9 +90,24 @@ class LowRankGradientCallback(TrainerCallback):
             add_to_log(state, logs, self._sums.flush())
 
 
-class LowRankLogger(TrainerCallback):
-    """Logs `LowRankAdamW`'s statistics and the norm of the whole gradient where `optimizer_cls_and_kwargs` brought it
-    in; transformers alone sees the gradients that are not projected. `LowRankMixin` needs no logger."""
+class LowRankRelease(TrainerCallback):
+    """Lets go of the model's gradients when training ends, so that the next trainer gets them."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Take gradients, again after an earlier `train()`."""
+        if isinstance(_unwrap(optimizer), LowRankAdamW):
+            _unwrap(optimizer).taker.attach()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Leave them alone."""
+        if isinstance(_unwrap(optimizer), LowRankAdamW):
+            _unwrap(optimizer).taker.release()
+
+
+class LowRankLogger(LowRankRelease):
+    """The companion of `LowRankAdamW` where `optimizer_cls_and_kwargs` brought it in: it logs the optimizer's
+    statistics and, as `grad_norm`, the norm of the whole gradient (transformers sees the part that is not projected),
+    and lets go of the gradients at the end. `LowRankMixin` needs none of it."""
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any

@@ -95,6 +95,10 @@ class PowerSGD:
         started = state.iter >= state.start_powerSGD_iter
         future = self._run(state, bucket)
         self.sent_bytes += size * (state.total_numel_after_compression - compressed if started else whole)
+        if dist.get_backend() == "gloo":
+            # Its threads run the hook's later exchanges whenever they come to it, so two processes could start theirs
+            # in different orders; over nccl the order is that of the launches.
+            future.wait()
         return future
 
     def take_bytes(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .callback import LowRankRelease
 from .config import LowRankConfig
 from .distributed import PowerSGD, is_distributed, refuse_engine
 from .optimizer import LowRankAdamW
@@ -33,6 +34,7 @@ class LowRankMixin:
         super().__init__(*args, **kwargs)
         if low_rank is None:
             return
+        self.add_callback(LowRankRelease)
         refuse_arguments(self.args, low_rank.takes_gradients)
         refuse_engine(self.accelerator.distributed_type.value)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -79,7 +81,7 @@ class LowRankMixin:
         """The context of one backward: whether DDP exchanges gradients after it. Projected ones travel later."""
         if self.low_rank is not None:
             projected = self.low_rank.all_reduce == "projected"
-            self.low_rank_optimizer  # noqa: B018  (asserts that it is in use)
+            self.low_rank_optimizer.taker.attach()  # released at the end of the last `train()`
             if self.low_rank.all_reduce == "powersgd" and self._power_sgd is None and is_distributed():
                 self._power_sgd = PowerSGD(model, self.low_rank.all_reduce_rank)
             last = last and not projected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from ..shapes import low_rank_shape, saves_memory
 from .config import LowRankConfig
 from .distributed import average_tensors, is_distributed, present_anywhere, refuse_sharded
+from .hooks import GradientTaker
 from .matrix import Hyper, ProjectedMatrix
 from .plain import update_plain
 from .storage import tensor_bytes
@@ -61,6 +61,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._step_supports_amp_scaling = self.accumulates  # then a GradScaler comes to `step`, which refuses it
         self.sent_bytes = 0  # by this process for the last step, with all_reduce: projected
         self.last_norm = torch.zeros(())
+        self.taker = GradientTaker(self._observe)
         self._matrices: dict[nn.Parameter, ProjectedMatrix] = {}
         self._indices: dict[nn.Parameter, int] = {}
         self._clip: Tensor | float = 1.0
@@ -85,12 +86,15 @@ class LowRankAdamW(torch.optim.Optimizer):
                 )
                 self._matrices[parameter] = matrix
                 if self.accumulates:
-                    _take_gradients(self, matrix)
+                    self.taker.watch(parameter)
 
     def _rank_without_names(self) -> int:
         if self.config.rank_pattern is not None:
             raise ValueError("rank_pattern goes by names: make the groups with low_rank_groups(model, config).")
         return self.config.start_rank("", None)
+
+    def _observe(self, parameter: nn.Parameter) -> None:
+        self._matrices[parameter].observe(self.state[parameter], self._steps_done, parameter.grad)
 
     # The norm
 
@@ -124,6 +128,8 @@ class LowRankAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self.taker.displaced():
+            raise RuntimeError("another LowRankAdamW was made for these parameters and takes their gradients.")
         if hasattr(self, "found_inf"):
             raise RuntimeError("LowRankAdamW does not work with an fp16 GradScaler; use bf16: true or fp32.")
         norm = self.grad_norm() if self.max_grad_norm is None else self.clip_grad_norm_(self.max_grad_norm)
@@ -147,12 +153,11 @@ class LowRankAdamW(torch.optim.Optimizer):
                 matrix = self._matrices.get(parameter)
                 if matrix is None:
                     continue
-                state = self.state[parameter]
                 if not self.accumulates and parameter.grad is not None:
-                    matrix.observe(state, step, parameter.grad)
+                    self._observe(parameter)
                 if matrix.gradient is not None:
-                    matrix.square_norm(state, step)
-                    matrix.update(state, step, hyper)
+                    matrix.square_norm(self.state[parameter], step)
+                    matrix.update(self.state[parameter], step, hyper)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradient at hand, projected ones included."""
@@ -276,22 +281,3 @@ def _accumulates(config: LowRankConfig) -> bool:
             "set all_reduce: projected."
         )
     return config.takes_gradients and not exchanged
-
-
-def _take_gradients(optimizer: LowRankAdamW, matrix: ProjectedMatrix) -> None:
-    """Hook a parameter: its gradient goes into the matrix's sums and leaves `p.grad` None. The hook lives as long as
-    the optimizer."""
-    reference = weakref.ref(optimizer)
-
-    @torch.no_grad()
-    def take(parameter: nn.Parameter) -> None:
-        owner = reference()
-        if owner is None:
-            handle.remove()
-            return
-        if parameter.grad is None:
-            raise RuntimeError("a gradient was taken before LowRankAdamW saw it: is there a second one on this model?")
-        matrix.observe(owner.state[parameter], owner._steps_done, parameter.grad)
-        parameter.grad = None
-
-    handle = matrix.parameter.register_post_accumulate_grad_hook(take)

@@ -109,7 +109,8 @@ def low_rank_optimizer(
     """For `Trainer(..., optimizer_cls_and_kwargs=low_rank_optimizer(model, args, config))`.
 
     The trainer then clips what it sees, the gradients that are not projected, and the optimizer clips the whole to the
-    same `args.max_grad_norm`. `LowRankLogger` puts the whole norm into the logs; `LowRankMixin` needs neither.
+    same `args.max_grad_norm`. Pass `callbacks=[LowRankLogger()]` too: it logs the whole norm and lets go of the model
+    when training ends. `LowRankMixin` needs neither.
 
     Args: args, transformers' TrainingArguments.
     Raises ValueError under fp16, DeepSpeed or FSDP.
