@@ -9,6 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .lowrank.callback import LowRankGradientCallback, LowRankLogger
+    from .lowrank.config import LowRankConfig
+    from .lowrank.mixin import LowRankMixin
+    from .lowrank.optimizer import LowRankAdamW
+    from .lowrank.param_groups import low_rank_optimizer
+    from .lowrank.rank1 import Rank1Monitor
     from .rewards.model import RewardModel
     from .trainers.ppo_config import PPOConfig
     from .trainers.ppo_trainer import PPOTrainer
@@ -16,9 +22,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LowRankAdamW": ".lowrank.optimizer",
+    "LowRankConfig": ".lowrank.config",
+    "LowRankGradientCallback": ".lowrank.callback",
+    "LowRankLogger": ".lowrank.callback",
+    "LowRankMixin": ".lowrank.mixin",
     "PPOConfig": ".trainers.ppo_config",
     "PPOTrainer": ".trainers.ppo_trainer",
+    "Rank1Monitor": ".lowrank.rank1",
     "RewardModel": ".rewards.model",
+    "low_rank_optimizer": ".lowrank.param_groups",
 }
 
 
@@ -32,4 +45,16 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-__all__ = ["PPOConfig", "PPOTrainer", "RewardModel", "__version__"]
+__all__ = [
+    "LowRankAdamW",
+    "LowRankConfig",
+    "LowRankGradientCallback",
+    "LowRankLogger",
+    "LowRankMixin",
+    "PPOConfig",
+    "PPOTrainer",
+    "Rank1Monitor",
+    "RewardModel",
+    "__version__",
+    "low_rank_optimizer",
+]

@@ -15,10 +15,16 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from .hf_fields import ModelFields, TrainingFields
-from .knobs import PPOKnobs, ScriptKnobs
+from .knobs import PPOKnobs, PrefixedLowRankKnobs, ScriptKnobs
 
 SECTIONS = ("ppo", "model", "script")
-_SOURCES: dict[type, str] = {PPOKnobs: "ppo", ScriptKnobs: "script", ModelFields: "model", TrainingFields: "ppo"}
+_SOURCES: dict[type, str] = {
+    PPOKnobs: "ppo",
+    PrefixedLowRankKnobs: "ppo",
+    ScriptKnobs: "script",
+    ModelFields: "model",
+    TrainingFields: "ppo",
+}
 
 _NULL = ("", "~", "null", "Null", "NULL")
 _NONE = (*_NULL, "none", "None", "NONE")

@@ -207,8 +207,8 @@ class LowRankSwitch:
     # Low-rank gradients
     lowrank: Literal["none", "callback", "optimizer"] = _knob(
         "none",
-        "callback: each gradient's low-rank approximation, for any optimizer. optimizer: AdamW with state and gradients "
-        "in a subspace. The fields below set it up.",
+        "callback: each gradient's low-rank approximation, for any optimizer. optimizer: AdamW whose gradients and "
+        "state live in subspaces. The fields below set it up.",
     )
 
 
@@ -225,6 +225,10 @@ def _with_prefix(source: type, prefix: str, base: type) -> type:
 
 LOWRANK_PREFIX = "lowrank_"
 PrefixedLowRankKnobs = _with_prefix(LowRankKnobs, LOWRANK_PREFIX, LowRankSwitch)
+# The classes in whose source a made one's fields stand, and the prefix that they got.
+WRITTEN_IN: dict[type, tuple[tuple[type, str], ...]] = {
+    PrefixedLowRankKnobs: ((LowRankSwitch, ""), (LowRankKnobs, LOWRANK_PREFIX))
+}
 
 
 @dataclass

@@ -36,7 +36,7 @@ def test_the_choices_of_the_knobs_are_the_entries_of_the_tables():
         ({"rank_min": 64, "rank_max": 32}, r"rank_min is 64, above rank_max, 32"),
         ({"update": "scaled", "accumulate_in_subspace": True}, r"which update: scaled needs"),
         ({"update": "scaled", "all_reduce": "projected"}, r"which update: scaled needs"),
-        ({"all_reduce": "projected", "accumulate_in_subspace": False}, r"^low-rank config: all_reduce: projected"),
+        ({"all_reduce": "projected", "accumulate_in_subspace": False}, r"^all_reduce: projected exchanges"),
     ],
 )
 def test_refuses_what_cannot_work_in_one_line(changes, message):
@@ -80,6 +80,8 @@ def test_prefixed_fields_give_the_same_config():
         **changed
     )
     assert hints.keys() == values.keys()
+    with pytest.raises(ValueError, match=r"^lowrank_rank is 0; it must be at least 1"):
+        LowRankConfig.of(SimpleNamespace(**{f"lowrank_{k}": v for k, v in {**values, "rank": 0}.items()}))
 
 
 @pytest.mark.parametrize("name", ["update", "moment_storage", "update_gap", "all_reduce"])

@@ -106,7 +106,7 @@ def power_sgd(rank, wide):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        sent.append(exchange.take_bytes())
+        sent.append(exchange.sent_bytes)
         losses.append(float(loss.detach()))
     return sent, losses, model.module.weight.detach().numpy()
 

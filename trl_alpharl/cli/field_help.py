@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ..fields import Field, alternatives, fields_of
 from ..hf_fields import ModelFields, TrainingFields
-from ..knobs import PPOKnobs, ScriptKnobs
+from ..knobs import WRITTEN_IN, PPOKnobs, PrefixedLowRankKnobs, ScriptKnobs
 
 _USAGE = """\
 usage: trl-alpharl train RECIPE [--field value ...]
@@ -27,7 +27,12 @@ _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT", list: "VALUE
 
 def train_help(everything: bool = False) -> str:
     """Usage and fields, grouped; with `everything` the TrainingArguments too."""
-    sources = {"RECIPE": ScriptKnobs, "TRAINER": PPOKnobs, "MODEL, as TRL's ModelConfig": ModelFields}
+    sources = {
+        "RECIPE": ScriptKnobs,
+        "TRAINER": PPOKnobs,
+        "LOW-RANK GRADIENTS": PrefixedLowRankKnobs,
+        "MODEL, as TRL's ModelConfig": ModelFields,
+    }
     if everything:
         sources["TRAINING, as transformers' TrainingArguments"] = TrainingFields
     width = min(shutil.get_terminal_size((120, 40)).columns, 120)
@@ -45,11 +50,12 @@ def _groups(source: type) -> dict[str, list[Field]]:
     fields = {field.name: field for field in fields_of(source)}
     groups: dict[str, list[Field]] = {}
     group = ""
-    for line in inspect.getsource(source).splitlines():
-        if comment := re.fullmatch(r"    # (.+)", line):
-            group = comment[1]
-        elif (name := re.match(r"    (\w+): ", line)) and name[1] in fields:
-            groups.setdefault(group, []).append(fields[name[1]])
+    for written, prefix in WRITTEN_IN.get(source, ((source, ""),)):
+        for line in inspect.getsource(written).splitlines():
+            if comment := re.fullmatch(r"    # (.+)", line):
+                group = comment[1]
+            elif (name := re.match(r"    (\w+): ", line)) and prefix + name[1] in fields:
+                groups.setdefault(group, []).append(fields[prefix + name[1]])
     return groups
 
 

@@ -40,7 +40,7 @@ _OPTIMIZER_ONLY = (
 class LowRankConfig(LowRankKnobs):
     """The fields of `knobs.LowRankKnobs`, each described there.
 
-    Raises ValueError with one line that names the field, for a value or a combination that cannot work.
+    Raises ValueError with one line that begins with the field, for a value or a combination that cannot work.
     """
 
     def __post_init__(self) -> None:
@@ -67,12 +67,15 @@ class LowRankConfig(LowRankKnobs):
             (self.rank_min > self.rank_max, f"rank_min is {self.rank_min}, above rank_max, {self.rank_max}"),
         ):
             if clash:
-                raise ValueError(f"low-rank config: {reason}.")
+                raise ValueError(f"{reason}.")
 
     @classmethod
     def of(cls, args: Any) -> LowRankConfig:
-        """From an object with prefixed fields, such as a PPOConfig."""
-        return cls(**{f.name: getattr(args, LOWRANK_PREFIX + f.name) for f in dataclasses.fields(LowRankKnobs)})
+        """From an object with prefixed fields, such as a PPOConfig; messages name the prefixed field."""
+        try:
+            return cls(**{f.name: getattr(args, LOWRANK_PREFIX + f.name) for f in dataclasses.fields(LowRankKnobs)})
+        except ValueError as error:
+            raise ValueError(f"{LOWRANK_PREFIX}{error}") from None
 
     @property
     def takes_gradients(self) -> bool:

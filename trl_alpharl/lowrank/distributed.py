@@ -85,7 +85,8 @@ class PowerSGD:
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
         self._run = powerSGD_hook.powerSGD_hook
-        self.sent_bytes = 0  # since the last `take_bytes`
+        self.sent_bytes = 0  # by this process, in the last exchange
+        self._running = 0
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START)
         model.register_comm_hook(state, self._hook)
 
@@ -94,14 +95,11 @@ class PowerSGD:
         size = bucket.buffer().element_size()
         started = state.iter >= state.start_powerSGD_iter
         future = self._run(state, bucket)
-        self.sent_bytes += size * (state.total_numel_after_compression - compressed if started else whole)
+        self._running += size * (state.total_numel_after_compression - compressed if started else whole)
+        if bucket.is_last():
+            self.sent_bytes, self._running = self._running, 0
         if dist.get_backend() == "gloo":
             # Its threads run the hook's later exchanges whenever they come to it, so two processes could start theirs
             # in different orders; over nccl the order is that of the launches.
             future.wait()
         return future
-
-    def take_bytes(self) -> int:
-        """Bytes that this process sent in since the last call."""
-        sent, self.sent_bytes = self.sent_bytes, 0
-        return sent

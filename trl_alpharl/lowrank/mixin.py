@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,6 +40,10 @@ class LowRankMixin:
         refuse_engine(self.accelerator.distributed_type.value)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise ValueError("low_rank brings its own optimizer; pass neither optimizers nor optimizer_cls_and_kwargs.")
+        default = next(f.default for f in fields(self.args) if f.name == "optim")
+        if self.args.optim != default:
+            name = getattr(self.args.optim, "value", self.args.optim)
+            raise ValueError(f"optim is {name!r}, but low_rank brings its own optimizer; set one of them.")
         for name in ("_clip_grad_norm", "_get_grad_norm"):
             if not hasattr(super(), name):
                 raise AttributeError(
@@ -123,5 +128,5 @@ class LowRankMixin:
         if self.low_rank is not None and "loss" in logs:
             logs = {**logs, **self.low_rank_optimizer.statistics()}
             if self._power_sgd is not None:
-                logs["lowrank/sent_bytes"] = self._power_sgd.take_bytes()
+                logs["lowrank/sent_bytes"] = self._power_sgd.sent_bytes
         super().log(logs, *args, **kwargs)
