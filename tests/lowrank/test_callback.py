@@ -112,7 +112,7 @@ def test_lora_on_an_nf4_trunk(trainer, model, tmp_path):
     model.save_pretrained(tmp_path / "tiny")
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "tiny", quantization_config=config)
-    keep_quantized_layers_trainable(quantized)
+    keep_quantized_layers_trainable(quantized, "model")
     adapted = get_peft_model(quantized, LoraConfig(r=8, target_modules=["up_proj"]))
     run = trainer([LowRankGradientCallback(LowRankConfig(rank=2, small_lora=True))], model=adapted)
     run.train()

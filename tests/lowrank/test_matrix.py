@@ -6,6 +6,7 @@ from torch import nn
 
 from trl_alpharl.functional.quantize import Encoded, decode
 from trl_alpharl.lowrank.config import LowRankConfig
+from trl_alpharl.lowrank.matrix import ProjectedMatrix
 from trl_alpharl.lowrank.optimizer import LowRankAdamW
 
 FIXED = {"refresh": "random", "update_gap": 0}
@@ -44,7 +45,7 @@ def test_a_refresh_step_holds_whole_gradients_of_few_matrices_only(exact):
         model(torch.randn(4, 64)).square().mean().backward()
         held.append(optimizer.gradient_bytes())
         optimizer.step()
-    ordinary = 10 * 4 * (4 * 64 + 4 * 64)  # R and the sketch, fp32
+    ordinary = 10 * 4 * (4 * 64 + 4 * 64)  # projected gradients and sketches, fp32
     assert held[0] < ordinary + 10 * 64 * 16 * 4
     assert all(bytes_ <= ordinary + 64 * 64 * 4 for bytes_ in held[1:])
 
@@ -215,3 +216,40 @@ def test_tied_weights_are_one_matrix_with_both_gradients(exact):
     (nn.functional.embedding(ids, twin) @ twin.T).logsumexp(-1).sum().backward()
     basis = optimizer.state[embedding.weight]["basis"]
     torch.testing.assert_close(taken, basis.T @ twin.grad.T, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_gradient_and_state_of_a_135m_model_fit_in_80_mb():
+    """In every step, the first included; AdamW's are 807 MB (770 MiB) in bf16."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    model = LlamaForCausalLM(config).bfloat16()
+    low_rank = LowRankConfig(rank=64, accumulator_storage="bf16", update_gap=50)
+    optimizer = LowRankAdamW(model.parameters(), config=low_rank)
+    most, update = 0, ProjectedMatrix.update
+
+    def watched(self, *args):
+        nonlocal most
+        update(self, *args)
+        most = max(most, optimizer.gradient_bytes() + optimizer.state_bytes())
+
+    try:
+        ProjectedMatrix.update = watched
+        for _ in range(3):
+            model(input_ids=torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+            most = max(most, optimizer.gradient_bytes() + optimizer.state_bytes())
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        ProjectedMatrix.update = update
+    assert 60e6 < most < 80e6

@@ -42,20 +42,19 @@ class Hyper:
 class GradientParts:
     """What one optimizer step keeps of a gradient A (d, n), summed over its micro-batches.
 
-    parts: `projected` (r, n), in its storage kind.
+    parts: in the storage kind of accumulators, `projected` (r, n) and, when the next basis is due, `seen` (d, s), which
+        it is found from.
     sketch: A times random signs (d, w), for the norm.
-    seen: what the next basis is found from (d, s); None when none is due.
     exact_square: the squared norm, while there was one micro-batch only.
     """
 
     parts: dict[str, Any]
     sketch: Tensor
-    seen: Tensor | None
     exact_square: Tensor | None
 
     def nbytes(self) -> int:
         """Bytes held."""
-        return tensor_bytes(self.parts) + self.sketch.nbytes + (0 if self.seen is None else self.seen.nbytes)
+        return tensor_bytes(self.parts) + self.sketch.nbytes
 
 
 class ProjectedMatrix:
@@ -93,18 +92,20 @@ class ProjectedMatrix:
         """Take in one micro-batch's gradient, in the weight's shape."""
         if not state:
             self._start(state, step)
-        matrix, before = self._oriented(gradient), self.gradient
-        projected = project(self._basis(state).to(matrix.dtype), matrix).float()
+        matrix = self._oriented(gradient)
         sketch = see(matrix, self._signs(step))
-        seen = see(matrix, self._look(state, step)).float() if self._is_due(state, step) else None
-        if before is None:
-            self.gradient = GradientParts({}, sketch, seen, exact_square=gradient.float().square().sum())
+        fresh = {"projected": project(self._basis(state).to(matrix.dtype), matrix).float()}
+        if self._is_due(state, step):
+            fresh["seen"] = see(matrix, self._look(state, step)).float()
+        if self.gradient is None:
+            self.gradient = GradientParts({}, sketch, exact_square=gradient.float().square().sum())
         else:
-            projected += fetch(before.parts, "projected", projected.shape)
-            before.sketch += sketch
-            before.seen = None if seen is None else before.seen + seen
-            before.exact_square = None
-        store(self.gradient.parts, "projected", projected, self.config.accumulator_storage)
+            fresh = {name: part + fetch(self.gradient.parts, name, part.shape) for name, part in fresh.items()}
+            self.gradient.sketch += sketch
+            self.gradient.exact_square = None
+        for name, part in fresh.items():
+            store(self.gradient.parts, name, part, self.config.accumulator_storage)
+            self.gradient.parts[f"{name}_columns"] = part.shape[1]
         self.square = None
 
     def _start(self, state: dict[str, Any], step: int) -> None:
@@ -113,7 +114,6 @@ class ProjectedMatrix:
         basis = SUBSPACE_METHODS["random"].find(nothing, rank, self._generator(step, "start"))
         state["rank"], state["refreshes"], state["d"] = rank, 0, self.d
         store(state, "basis", basis, self.config.basis_storage)
-        self._store_moments(state, empty_moments(rank, self.n, self.parameter.device))
 
     def _is_first(self, state: dict[str, Any]) -> bool:
         """Whether the basis at hand is the random one that a method which looks at gradients has to start from."""
@@ -141,10 +141,13 @@ class ProjectedMatrix:
 
     def open_for_sum(self, state: dict[str, Any]) -> list[Tensor]:
         """Everything linear in the gradient, in fp32 and to be changed in place: several processes average it."""
-        projected = fetch(self.gradient.parts, "projected", (state["rank"], self.n))
-        store(self.gradient.parts, "projected", projected, "fp32")
+        parts, opened = self.gradient.parts, [self.gradient.sketch]
+        for name, rows in (("projected", state["rank"]), ("seen", self.d)):
+            if name in parts:
+                opened.append(fetch(parts, name, (rows, parts[f"{name}_columns"])))
+                store(parts, name, opened[-1], "fp32")
         self.gradient.exact_square = None
-        return [projected, self.gradient.sketch, *([] if self.gradient.seen is None else [self.gradient.seen])]
+        return opened
 
     # After backward
 
@@ -180,9 +183,10 @@ class ProjectedMatrix:
             target.mul_(keep).add_(full, alpha=move)
         if target is not weight:
             self._write(weight, target, step)
-        if self.gradient.seen is not None:
+        if "seen" in self.gradient.parts:
             moments = self._renew(state, step, basis, moments)
         self._store_moments(state, moments)
+        self.discard()
 
     def _write(self, weight: Tensor, target: Tensor, step: int) -> None:
         if weight.dtype == torch.bfloat16 and self.config.stochastic_rounding:
@@ -193,7 +197,8 @@ class ProjectedMatrix:
         """Store the next basis and return the moments in it."""
         rank = self._next_rank(state, step)
         method = SUBSPACE_METHODS["power" if self._is_first(state) else self.method]
-        found = method.find(self.gradient.seen, rank, self._generator(step, "find"))
+        seen = fetch(self.gradient.parts, "seen", (self.d, self.gradient.parts["seen_columns"]))
+        found = method.find(seen, rank, self._generator(step, "find"))
         state["rank"], state["refreshes"] = rank, state["refreshes"] + 1
         store(state, "basis", found, self.config.basis_storage)
         if self.config.rotate_moments:
@@ -226,6 +231,8 @@ class ProjectedMatrix:
         return fetch(state, "basis", (self.d, state["rank"]))
 
     def _moments(self, state: dict[str, Any]) -> Moments:
+        if "mean" not in state:
+            return empty_moments(state["rank"], self.n, self.parameter.device)
         return Moments(*fetch_moments(state, (state["rank"], self.n)), state["mean_mass"], state["square_mass"])
 
     def _store_moments(self, state: dict[str, Any], moments: Moments) -> None:
