@@ -4,7 +4,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trl_alpharl.shapes import equal_chunk_rows, group_rows, plan_widths
+from trl_alpharl.shapes import (
+    adamw_bytes,
+    decoder_matrices,
+    equal_chunk_rows,
+    group_rows,
+    low_rank_bytes,
+    low_rank_shape,
+    plan_widths,
+    projected_dim,
+    refresh_due,
+    saves_memory,
+    storage_bytes,
+    tanh_rank,
+)
 
 
 @st.composite
@@ -108,3 +121,70 @@ def test_equal_chunks_waste_less_than_a_row_each(total, most):
     assert 1 <= rows <= most
     assert -(-total // rows) <= chunks
     assert total <= rows * chunks and (rows - 1) * chunks < max(total, 1)
+
+
+# Low rank
+
+
+@pytest.mark.parametrize(
+    ("shape", "side", "in_dim", "dim"),
+    [
+        ((8, 4), "in", 1, 1),
+        ((8, 4), "out", 1, 0),
+        ((8, 4), "in", 0, 0),
+        ((8, 4), "short", 0, 1),
+        ((4, 8), "short", 1, 0),
+        ((8, 4), "long", 1, 0),
+        ((4, 8), "long", 1, 1),
+        ((4, 4), "short", 1, 1),
+        ((4, 4), "long", 0, 0),
+    ],
+)
+def test_the_projected_dimension(shape, side, in_dim, dim):
+    assert projected_dim(shape, side, in_dim) == dim
+    sizes = low_rank_shape(shape, 99, side, in_dim)
+    assert sizes == (shape[dim], shape[1 - dim], min(shape))
+
+
+def test_every_matrix_is_renewed_once_a_gap_and_never_all_in_one_step():
+    steps = {index: [s for s in range(200) if refresh_due(s, index, gap=50)] for index in range(211)}
+    assert all(b - a == 50 for found in steps.values() for a, b in itertools.pairwise(found))
+    per_step = [sum(step in found for found in steps.values()) for step in range(200)]
+    assert max(per_step) <= 5 and sum(per_step) == 4 * 211
+
+
+@pytest.mark.parametrize(("gap", "rollout"), [(50, 8), (4, 16), (1, 4), (100, 7)])
+def test_bases_are_renewed_in_the_last_step_of_a_rollout(gap, rollout):
+    for index in range(7):
+        steps = [step for step in range(40 * rollout) if refresh_due(step, index, gap, rollout)]
+        assert len(steps) > 1 and all((step + 1) % rollout == 0 for step in steps)
+        assert {b - a for a, b in itertools.pairwise(steps)} == {max(1, round(gap / rollout)) * rollout}
+
+
+def test_gap_0_never_renews():
+    assert not any(refresh_due(step, index, gap=0) for step in range(99) for index in range(9))
+
+
+def test_the_tanh_schedule_rises_from_base_and_ends_at_base_plus_delta():
+    ranks = [tanh_rank(step, 32, 64, 1000.0) for step in range(0, 20_000, 100)]
+    assert ranks[0] == 32 and ranks[-1] == 96 and ranks == sorted(ranks)
+
+
+def test_bytes_of_the_published_example():
+    # One 8192 x 8192 matrix, rank 64, fp8: 99.2 % less than its fp16 gradient, and 3 % of that for the scales.
+    full, codes = 2 * 8192**2, 8192 * 64 * 2
+    assert 1 - codes / full == pytest.approx(0.992, abs=5e-4)
+    assert 2 * storage_bytes(8192 * 64, "fp8") == pytest.approx(codes * 1.031, rel=1e-3)
+
+
+def test_bytes_of_smollm2_and_adamw():
+    matrices = [shape for _, shape in decoder_matrices(576, 1536, 30, 192, 49152, tied=True)]
+    ours = sum(low_rank_bytes(low_rank_shape(shape, 64), accumulator="bf16") for shape in matrices)
+    assert ours < 75e6
+    assert adamw_bytes(sum(a * b for a, b in matrices)) / 2**20 == pytest.approx(770, abs=1)
+
+
+def test_a_projection_is_worth_it_only_below_the_rank_of_the_matrix_and_where_it_saves():
+    assert saves_memory(low_rank_shape((576, 576), 64))
+    assert not saves_memory(low_rank_shape((4, 576), 128))
+    assert not saves_memory(low_rank_shape((64, 64), 48))

@@ -9,6 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .lowrank.callback import LowRankGradientCallback, LowRankLogger
+    from .lowrank.config import LowRankConfig
+    from .lowrank.mixin import LowRankMixin
+    from .lowrank.optimizer import LowRankAdamW
+    from .lowrank.param_groups import low_rank_optimizer
+    from .lowrank.rank1 import Rank1Monitor
     from .rewards.combine import Combined
     from .rewards.model import RewardModel
     from .rewards.scaled import RobustScaled
@@ -23,10 +29,17 @@ _HOMES = {
     "ARPOConfig": ".trainers.arpo_config",
     "ARPOTrainer": ".trainers.arpo_trainer",
     "Combined": ".rewards.combine",
+    "LowRankAdamW": ".lowrank.optimizer",
+    "LowRankConfig": ".lowrank.config",
+    "LowRankGradientCallback": ".lowrank.callback",
+    "LowRankLogger": ".lowrank.callback",
+    "LowRankMixin": ".lowrank.mixin",
     "PPOConfig": ".trainers.ppo_config",
     "PPOTrainer": ".trainers.ppo_trainer",
+    "Rank1Monitor": ".lowrank.rank1",
     "RewardModel": ".rewards.model",
     "RobustScaled": ".rewards.scaled",
+    "low_rank_optimizer": ".lowrank.param_groups",
 }
 
 
@@ -44,9 +57,16 @@ __all__ = [
     "ARPOConfig",
     "ARPOTrainer",
     "Combined",
+    "LowRankAdamW",
+    "LowRankConfig",
+    "LowRankGradientCallback",
+    "LowRankLogger",
+    "LowRankMixin",
     "PPOConfig",
     "PPOTrainer",
+    "Rank1Monitor",
     "RewardModel",
     "RobustScaled",
     "__version__",
+    "low_rank_optimizer",
 ]

@@ -15,12 +15,13 @@ from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_ty
 from yaml import MappingNode, Node, ScalarNode, SequenceNode
 
 from .hf_fields import ModelFields, TrainingFields
-from .knobs import ARPOKnobs, PPOKnobs, ScriptKnobs
+from .knobs import ARPOKnobs, PPOKnobs, PrefixedLowRankKnobs, ScriptKnobs
 
 SECTIONS = ("ppo", "arpo", "model", "script")
 _SOURCES: dict[type, str] = {
     PPOKnobs: "ppo",
     ARPOKnobs: "arpo",
+    PrefixedLowRankKnobs: "ppo",
     ScriptKnobs: "script",
     ModelFields: "model",
     TrainingFields: "ppo",

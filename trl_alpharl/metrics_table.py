@@ -76,6 +76,21 @@ METRICS: dict[str, Metric] = {
     "arpo/replay_age": Metric("mean age of replayed completions", "rollouts"),
     "arpo/prompt_success": Metric("mean estimated success rate of the drawn prompts", ""),
     "arpo/screened_prompts": Metric("share of screened prompts that some, not all, first completions solved", ""),
+    # Low-rank gradients
+    "lowrank/rank": Metric("mean rank of the projected matrices", ""),
+    "lowrank/energy": Metric(
+        "share of the projected matrices' squared gradient norm inside the subspace; callback: since the last log", ""
+    ),
+    "lowrank/state_bytes": Metric("bases and moments, of one process", "bytes"),
+    "lowrank/skipped_steps": Metric("optimizer steps so far whose gradient was not finite", "steps"),
+    "lowrank/sent_bytes": Metric("gradients that one process sent in for the last step", "bytes"),
+    "lowrank/skipped": Metric("callback: gradients since the last log that were not finite and passed on", "matrices"),
+    "lowrank/time_s": Metric("callback: seconds since the last log", "s"),
+    "lowrank/rank1_share": Metric("share of the weights' recent path in its leading direction", ""),
+    "lowrank/rank1_r2": Metric("how evenly the weights move along it: R^2 of a straight line in time", ""),
+    "lowrank/rank1_alignment": Metric("cosine between it and the latest weights' distance from the start", ""),
+    "lowrank/rank1_kept": Metric("extrapolations so far that the held-out check let stand", ""),
+    "lowrank/rank1_taken_back": Metric("extrapolations so far that it took back", ""),
     # transformers' own
     "loss": Metric("policy loss + vf_coef x value loss, mean over the steps since the last log of this process", ""),
     "grad_norm": Metric("gradient norm of the last step, before clipping; 0 when it was skipped", ""),
@@ -93,7 +108,16 @@ METRICS: dict[str, Metric] = {
 }
 
 # Keys, and prefixes of keys, that depend on the clock, the machine or (HF's running `loss`) on where a run was resumed.
-NOT_REPRODUCIBLE = ("eps", "time/", "response_tokens_per_s", "memory/", "loss", "train_", "total_flos")
+NOT_REPRODUCIBLE = (
+    "eps",
+    "time/",
+    "response_tokens_per_s",
+    "memory/",
+    "lowrank/time_s",
+    "loss",
+    "train_",
+    "total_flos",
+)
 _EVAL_SPEED = ("_runtime", "_samples_per_second", "_steps_per_second")
 
 

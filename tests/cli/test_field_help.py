@@ -7,7 +7,7 @@ import pytest
 from trl_alpharl.cli.field_help import train_help
 from trl_alpharl.fields import FIELDS, fields_of
 from trl_alpharl.hf_fields import ModelFields, TrainingFields
-from trl_alpharl.knobs import ARPOKnobs, PPOKnobs, ScriptKnobs
+from trl_alpharl.knobs import ARPOKnobs, PPOKnobs, PrefixedLowRankKnobs, ScriptKnobs
 
 
 def listed(text: str) -> list[str]:
@@ -15,7 +15,8 @@ def listed(text: str) -> list[str]:
 
 
 def test_help_lists_our_knobs_and_the_model_s_once_each():
-    ours = [field.name for source in (ScriptKnobs, PPOKnobs, ARPOKnobs, ModelFields) for field in fields_of(source)]
+    sources = (ScriptKnobs, PPOKnobs, ARPOKnobs, PrefixedLowRankKnobs, ModelFields)
+    ours = [field.name for source in sources for field in fields_of(source)]
     assert listed(train_help()) == ours
 
 

@@ -46,7 +46,8 @@ class TestRobustStatistics:
         expected = (q2, (q3 - q1) / 1.349)
         if expected[1] <= 0.1 * wide:
             expected = (q2 + deviations.mean(), wide)
-        assert robust_statistics(torch.tensor(scores, dtype=torch.float64)) == pytest.approx(expected, rel=1e-5, abs=1e-4)
+        exact = torch.tensor(scores, dtype=torch.float64)
+        assert robust_statistics(exact) == pytest.approx(expected, rel=1e-5, abs=1e-4)
 
     @pytest.mark.parametrize("successes", [1, 5, 15])
     def test_rare_successes_have_an_iqr_of_zero_and_still_a_scale(self, successes):

@@ -30,7 +30,7 @@ class Room:
 
 
 ROOMS = {
-    "__init__": Room(lazily="trainers rewards"),
+    "__init__": Room(lazily="trainers rewards lowrank"),
     "units": Room(),
     "shapes": Room(),
     "metrics_table": Room(),
@@ -40,6 +40,7 @@ ROOMS = {
     "recipe": Room("knobs fields", "yaml"),
     "records": Room("", "torch"),
     "functional": Room("records shapes", "torch"),
+    "lowrank": Room("functional shapes knobs", "torch transformers", in_one_file={"transformers": "callback.py"}),
     "rewards": Room(
         "functional",
         lazily="torch transformers peft vaderSentiment",
@@ -49,7 +50,7 @@ ROOMS = {
     "rollout": Room("records functional shapes _trl", "torch transformers"),
     "roles": Room("records functional units", "torch transformers peft safetensors huggingface_hub", "bitsandbytes"),
     "trainers": Room(
-        "units shapes metrics_table knobs records functional rewards _trl rollout roles",
+        "units shapes metrics_table knobs records functional rewards _trl rollout roles lowrank",
         "torch transformers accelerate peft datasets rich safetensors",
         "wandb",
     ),

@@ -146,7 +146,7 @@ def test_gradients_equal_those_of_one_process(two, script, silent_rows):
 def test_a_bad_reward_on_one_process_skips_the_rollout_on_both(two):
     logs = [entry for entry in outcome(two, "bad", 0)[1]["logs"] if "val/skipped_steps" in entry]
     assert [entry["grad_norm"] == 0 for entry in logs] == [True, True, False, False]
-    assert {entry["val/skipped_steps"] for entry in logs} == {2}
+    assert [entry["val/skipped_steps"] for entry in logs] == [1, 2, 2, 2]
 
 
 def test_nf4_and_lora_under_accelerate_launch_with_one_process(folder):

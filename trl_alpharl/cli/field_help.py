@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from ..fields import Field, alternatives, fields_of
 from ..hf_fields import ModelFields, TrainingFields
-from ..knobs import ARPOKnobs, PPOKnobs, ScriptKnobs
+from ..knobs import WRITTEN_IN, ARPOKnobs, PPOKnobs, PrefixedLowRankKnobs, ScriptKnobs
 
 _USAGE = """\
 usage: trl-alpharl train RECIPE [--field value ...]
@@ -31,6 +31,7 @@ def train_help(everything: bool = False) -> str:
         "RECIPE": ScriptKnobs,
         "TRAINER": PPOKnobs,
         "TRAINER, with method: arpo": ARPOKnobs,
+        "LOW-RANK GRADIENTS": PrefixedLowRankKnobs,
         "MODEL, as TRL's ModelConfig": ModelFields,
     }
     if everything:
@@ -50,11 +51,12 @@ def _groups(source: type) -> dict[str, list[Field]]:
     fields = {field.name: field for field in fields_of(source)}
     groups: dict[str, list[Field]] = {}
     group = ""
-    for line in inspect.getsource(source).splitlines():
-        if comment := re.fullmatch(r"    # (.+)", line):
-            group = comment[1]
-        elif (name := re.match(r"    (\w+): ", line)) and name[1] in fields:
-            groups.setdefault(group, []).append(fields[name[1]])
+    for written, prefix in WRITTEN_IN.get(source, ((source, ""),)):
+        for line in inspect.getsource(written).splitlines():
+            if comment := re.fullmatch(r"    # (.+)", line):
+                group = comment[1]
+            elif (name := re.match(r"    (\w+): ", line)) and prefix + name[1] in fields:
+                groups.setdefault(group, []).append(fields[prefix + name[1]])
     return groups
 
 

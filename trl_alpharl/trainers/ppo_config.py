@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from transformers.utils import is_torch_bf16_gpu_available
 
 from .._trl import BaseConfig
-from ..knobs import COMPUTED, OTHER_NAMES, PPOKnobs
+from ..knobs import COMPUTED, LOWRANK_PREFIX, OTHER_NAMES, LowRankSwitch, PPOKnobs, PrefixedLowRankKnobs
+from ..lowrank.config import LowRankConfig
 
 
 @dataclass(repr=False)  # TrainingArguments' repr keeps hub_token to itself
-class PPOConfig(PPOKnobs, BaseConfig):
+class PPOConfig(PPOKnobs, PrefixedLowRankKnobs, BaseConfig):
     """Configuration of `PPOTrainer`.
 
     One rollout is `batch_size` completions = per_device_train_batch_size x gradient_accumulation_steps x processes.
@@ -36,7 +37,7 @@ class PPOConfig(PPOKnobs, BaseConfig):
         default=None, metadata={"help": "Arguments of from_pretrained when the model is passed by name."}
     )
 
-    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "model_init_kwargs"]
+    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "model_init_kwargs", "lowrank_rank_pattern"]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         for name in kwargs:
@@ -51,12 +52,19 @@ class PPOConfig(PPOKnobs, BaseConfig):
         if self.bf16_by_hardware:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         self._accumulation: int | None = None
-        check_choices(self, PPOKnobs)
+        for source in (PPOKnobs, LowRankSwitch):
+            check_choices(self, source)
         check_ranges(self, _RANGES)
         _check_numbers(self)
         super().__post_init__()
+        _check_low_rank(self)
         _check_sizes(self)
         _refuse_unsupported(self)
+
+    @property
+    def low_rank(self) -> LowRankConfig | None:
+        """The `lowrank_*` fields; None while `lowrank` is none."""
+        return None if self.lowrank == "none" else LowRankConfig.of(self)
 
     # 1.12's sizes
 
@@ -126,6 +134,15 @@ def check_choices(config: Any, knobs: type) -> None:
         value = getattr(config, knob.name)
         if choices and value not in allowed:
             raise ValueError(f"{knob.name} is {value!r}; it must be one of {', '.join(map(repr, allowed))}.")
+
+
+def _check_low_rank(config: PPOConfig) -> None:
+    for knob in fields(PrefixedLowRankKnobs):
+        changed = knob.name.startswith(LOWRANK_PREFIX) and getattr(config, knob.name) != knob.default
+        if changed and config.lowrank == "none":
+            raise ValueError(f"{knob.name} is set, but lowrank is 'none'; set lowrank to 'callback' or 'optimizer'.")
+    if config.low_rank is not None and config.lowrank == "callback":
+        config.low_rank.check_for_callback()
 
 
 # Fields, their type, what must hold, and how to say it. None passes where it is the default.

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import textwrap
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from transformers import TrainerCallback, set_seed
 from .._trl import BaseTrainer
 from ..functional.masking import masked_sum
 from ..functional.schedules import AdaptiveKLController, FixedKLController
+from ..lowrank.callback import LowRankGradientCallback
+from ..lowrank.mixin import LowRankMixin
 from ..records import Advantages, Rollout, TokenChunk
 from ..rewards.model import RewardModel
 from ..rewards.runner import RewardRunner
@@ -34,7 +35,7 @@ from .ppo_config import PPOConfig
 from .stages import PPOStages
 
 
-class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
+class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, BaseTrainer):
     """Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) of a language model.
 
     TRL 1.12's arguments, plus `reward_funcs`. Only `model`, a reward and `train_dataset` are needed.
@@ -130,8 +131,9 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[*inputs.callback_list(callbacks), _EndOfStep(self)],
+            callbacks=[*inputs.callback_list(callbacks), *_low_rank_callbacks(args), _EndOfStep(self)],
             optimizers=optimizers,
+            low_rank=args.low_rank if args.lowrank == "optimizer" else None,
         )
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # set by the launcher, not by a field of args
             raise ValueError("FSDP and DeepSpeed are not supported; use configs/accelerate/ddp.yaml.")
@@ -211,7 +213,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         whole_loss = torch.zeros((), device=self.args.device)
         while chunk is not None:
             following = next(chunks, None)
-            with nullcontext() if following is None else self.accelerator.no_sync(model):
+            with self.gradient_sync(model, last=following is None):
                 loss, sums = self.chunk_loss(model, chunk, experience, tokens)
                 loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
                 self.accelerator.backward(loss)
@@ -248,12 +250,11 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         """Record a step's metrics, or drop its gradients when something in it is not finite."""
         names = sorted(totals)
         values = self._sum_over_processes(torch.stack([totals[name].detach().double() for name in names]))
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         scaled = self.accelerator.scaler is not None  # fp16: the scaler skips by itself
-        finite = bool(values.isfinite().all()) and (scaled or bool(torch.nn.utils.get_total_norm(gradients).isfinite()))
+        finite = bool(values.isfinite().all()) and (scaled or bool(self.gradient_norm(model).isfinite()))
         if not finite:
             self._require_finite_weights(all_of_them=True)
-            model.zero_grad(set_to_none=True)
+            self.drop_gradients(model)
             bad = [name for name, value in zip(names, values) if not value.isfinite()]
             self.faults.skipped_step()
             self.faults.record(", ".join(bad) or "the gradient", 1)
@@ -272,7 +273,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         for _ in range(self.args.steps_per_rollout):
             self.training_step(model, self.mini_batch(experience, self.state.global_step))
             if self.args.max_grad_norm > 0:
-                self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
+                self._clip_grad_norm(model)
             self.optimizer.step()
             self.lr_scheduler.step()
             model.zero_grad()
@@ -340,6 +341,10 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             inputs.split_critic_groups(optimizer, self.model.critic_parameters(), self.args.critic_learning_rate)
         return optimizer
 
+    def steps_per_rollout(self) -> int:
+        """Bases of low-rank gradients are renewed between rollouts."""
+        return self.args.steps_per_rollout
+
     def get_total_train_batch_size(self, args: Any) -> int:
         """Completions per optimizer step, for the loop's report."""
         return args.mini_batch_size
@@ -369,6 +374,10 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         if self.lr_scheduler is not None:
             means["lr"] = self.lr_scheduler.get_last_lr()[0]
         return means
+
+
+def _low_rank_callbacks(args: PPOConfig) -> list[TrainerCallback]:
+    return [LowRankGradientCallback(args.low_rank)] if args.lowrank == "callback" else []
 
 
 class _EndOfStep(TrainerCallback):

@@ -1,0 +1,1 @@
+"""Low-rank gradients for any trainer: a callback, an optimizer, a monitor of weight trajectories."""
