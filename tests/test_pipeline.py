@@ -75,9 +75,12 @@ class TestPrompts:
             ({"dataset_train_split": "practice"}, "dataset_train_split is 'practice'"),
             ({"dataset_test_split": "exam"}, "dataset_test_split is 'exam'"),
             ({"eval_rows": 40}, "eval_rows is 40"),
+            ({"dataset_name": "texts.jsonl"}, "texts.jsonl needs a `prompt` column; it has text"),
         ],
     )
-    def test_mistakes_are_one_line(self, prompts, changes, words):
+    def test_mistakes_are_one_line(self, prompts, changes, words, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "texts.jsonl").write_text('{"text": "w5"}\n')
         script = pipeline.ScriptKnobs(**{"dataset_name": prompts, **changes})
         with pytest.raises(ValueError, match=words):
             pipeline.load_prompts(script, seed=0)
@@ -95,6 +98,40 @@ def test_mistakes_are_told_before_training(flags, words, tmp_path):
     recipe = load_recipe("quickstart/ppo_tiny", ["--output_dir", str(tmp_path), *flags])
     with pytest.raises(ValueError, match=words):
         pipeline.build(recipe)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--reward_funcs", "no/such-model"], "no/such-model"),
+        (["--reward_weights", "1", "2"], "reward_weights has 2 entries for 1"),
+        (["--critic", "adapter"], "critic='adapter' needs a LoRA policy"),
+        (["--resume_from_checkpoint", "nowhere"], "resume_from_checkpoint: there is no folder nowhere"),
+        (["--resume_from_checkpoint", "."], "manifest.json is missing"),
+        (["--resume_from_checkpoint"], "resume_from_checkpoint is true, but .*run holds no checkpoint"),
+    ],
+)
+def test_the_model_loads_last(flags, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pipeline, "load_model", None)
+    recipe = load_recipe("quickstart/ppo_tiny", ["--output_dir", str(tmp_path / "run"), *flags])
+    with pytest.raises(ValueError, match=words):
+        pipeline.build(recipe)
+
+
+def test_a_saved_adapter_learns_on(folder, prompts, lora, tmp_path):
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    adapter = tmp_path / "adapter"
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora).save_pretrained(adapter)
+    flags = small(str(adapter), tmp_path, "--dataset_name", prompts, "--reward_funcs", "exact_match")
+    with pytest.raises(ValueError, match=r"use_peft: .*adapter is a saved adapter"):
+        pipeline.build(load_recipe("quickstart/ppo_tiny", [*flags, "--use_peft"]))
+    trainer = pipeline.build(load_recipe("quickstart/ppo_tiny", flags)).trainer
+    learning = [name for name, parameter in trainer.policy_model.named_parameters() if parameter.requires_grad]
+    assert learning and all("lora_" in name for name in learning)
+    assert trainer.processing_class.chat_template == CHAT_TEMPLATE  # the base model's tokenizer
 
 
 @pytest.mark.slow

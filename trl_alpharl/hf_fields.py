@@ -112,7 +112,9 @@ class TrainingFields:
     liger_kernel_config: dict | None = _arg(None, "Which Liger kernels.")
     use_cache: bool = _arg(False, "Keep the key-value cache in training passes.")
     neftune_noise_alpha: float | None = _arg(None, "Noise on input embeddings in training.")
-    torch_empty_cache_steps: int | None = _arg(None, "Empty the device cache every so many steps.")
+    torch_empty_cache_steps: int | None = _arg(
+        None, "Empty the device cache every so many steps. Not used by this trainer."
+    )
     use_cpu: bool = _arg(False, "Stay on the CPU although there is a GPU.")
 
     # Logging
@@ -158,7 +160,9 @@ class TrainingFields:
     resume_from_checkpoint: bool | str | None = _arg(
         None, "Checkpoint folder to go on from; true: the newest in output_dir."
     )
-    ignore_data_skip: bool = _arg(False, "A resumed run starts the dataset from its beginning.")
+    ignore_data_skip: bool = _arg(
+        False, "A resumed run starts the dataset from its beginning. Not used by this trainer."
+    )
     restore_callback_states_from_checkpoint: bool = _arg(False, "A resumed run restores its callbacks too.")
     load_best_model_at_end: bool = _arg(False, "End with the best checkpoint instead of the last one.")
     metric_for_best_model: str | None = _arg(None, "Logged key that says which checkpoint is best.")
@@ -177,15 +181,23 @@ class TrainingFields:
     seed: int = _arg(42, "Seed of everything random.")
     data_seed: int | None = _arg(None, "Seed of the data order. None: as seed.")
     full_determinism: bool = _arg(False, "Use only deterministic operations; slower.")
-    dataloader_drop_last: bool = _arg(False, "Drop a last batch that is not full.")
-    dataloader_num_workers: int = _arg(0, "Processes that load data.")
-    dataloader_pin_memory: bool = _arg(True, "Load into memory that copies to the GPU faster.")
-    dataloader_persistent_workers: bool = _arg(False, "Keep the loading processes between epochs.")
-    dataloader_prefetch_factor: int | None = _arg(None, "Batches that each loading process prepares.")
-    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = _arg(
-        None, "How loading processes start."
+    dataloader_drop_last: bool = _arg(False, "Drop a last batch that is not full. Not used by this trainer.")
+    dataloader_num_workers: int = _arg(0, "Processes that load data. Not used by this trainer.")
+    dataloader_pin_memory: bool = _arg(
+        True, "Load into memory that copies to the GPU faster. Not used by this trainer."
     )
-    dataloader_in_order: bool = _arg(True, "Take batches in the order in which they were asked for.")
+    dataloader_persistent_workers: bool = _arg(
+        False, "Keep the loading processes between epochs. Not used by this trainer."
+    )
+    dataloader_prefetch_factor: int | None = _arg(
+        None, "Batches that each loading process prepares. Not used by this trainer."
+    )
+    dataloader_multiprocessing_context: Literal["fork", "spawn", "forkserver"] | None = _arg(
+        None, "How loading processes start. Not used by this trainer."
+    )
+    dataloader_in_order: bool = _arg(
+        True, "Take batches in the order in which they were asked for. Not used by this trainer."
+    )
     remove_unused_columns: bool = _arg(True, "Drop dataset columns that nothing reads.")
     label_names: list[str] | None = _arg(None, "Columns that hold labels.")
     train_sampling_strategy: Literal["random", "sequential", "group_by_length", "batch_rebalance"] = _arg(

@@ -14,15 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from ._trl import ModelConfig, get_peft_config, get_quantization_config
 from .knobs import ScriptKnobs
 from .recipe import Recipe
-from .roles.prepare import refuse_unsupported
+from .trainers import inputs
 from .trainers.arpo_config import ARPOConfig
 from .trainers.arpo_trainer import ARPOTrainer
+from .trainers.checkpoints import check_manifest
 from .trainers.notices import RepairedFieldWarning
 from .trainers.ppo_config import PPOConfig
 from .trainers.ppo_trainer import PPOTrainer
@@ -43,15 +45,19 @@ class Run:
 
 
 def build(recipe: Recipe) -> Run:
-    """Make everything that a recipe names. Nothing heavy loads before the configs are checked."""
+    """Make everything that a recipe names. The policy, which takes longest, loads when the rest has been checked."""
     script = ScriptKnobs(**recipe.section("script"))
     config_class, trainer_class = METHODS[script.method]
     args = config_class(**recipe.section("ppo"), **recipe.section("arpo"))
     model_args = ModelConfig(**recipe.section("model"))
-    rewards = [*(script.reward_funcs or []), *([args.reward_model_path] if args.reward_model_path else [])]
-    if not rewards:
+    names = [*(script.reward_funcs or []), *([args.reward_model_path] if args.reward_model_path else [])]
+    if not names:
         raise ValueError("reward_funcs: missing; name a reward, or a classifier in reward_model_path.")
+    peft_config = lora_config(model_args)
+    inputs.check_roles(model_args.model_name_or_path or args.sft_model_path, None, args.critic, peft_config)
+    check_resume(args)
     train, held_out = load_prompts(script, args.seed)
+    rewards = inputs.list_rewards(names, None, args.reward_weights)
     model, tokenizer = load_model(model_args, args)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RepairedFieldWarning)  # for scripts from TRL 1.12; a recipe is none
@@ -61,7 +67,7 @@ def build(recipe: Recipe) -> Run:
             model=model,
             train_dataset=train,
             eval_dataset=held_out,
-            peft_config=lora_config(model_args),
+            peft_config=peft_config,
             reward_funcs=rewards,
         )
     if not args.disable_tqdm:
@@ -104,6 +110,21 @@ def run(prepared: Run) -> dict[str, Any]:
     }
 
 
+def check_resume(args: PPOConfig) -> None:
+    """Raise ValueError when the checkpoint to go on from is missing or damaged."""
+    place = args.resume_from_checkpoint
+    if not place:
+        return
+    if place is True:
+        folder = Path(args.output_dir)
+        place = get_last_checkpoint(str(folder)) if folder.is_dir() else None
+        if place is None:
+            raise ValueError(f"resume_from_checkpoint is true, but {folder} holds no checkpoint.")
+    if not Path(place).is_dir():
+        raise ValueError(f"resume_from_checkpoint: there is no folder {place}.")
+    check_manifest(Path(place))
+
+
 def load_prompts(script: ScriptKnobs, seed: int) -> tuple[Any, Any]:
     """Rows to train on and rows held out for the scores."""
     name = script.dataset_name
@@ -127,6 +148,8 @@ def load_prompts(script: ScriptKnobs, seed: int) -> tuple[Any, Any]:
         if split is not None and split not in data:
             raise ValueError(f"{field} is {split!r}; {name} has {', '.join(data)}.")
     train = data[script.dataset_train_split]
+    if not {"prompt", "input_ids"} & set(train.column_names):
+        raise ValueError(f"dataset_name: {name} needs a `prompt` column; it has {', '.join(train.column_names)}.")
     if script.dataset_test_split is not None:
         return train, data[script.dataset_test_split]
     if len(train) <= script.eval_rows:
@@ -149,17 +172,17 @@ def load_model(model_args: Any, args: PPOConfig) -> tuple[Any, Any]:
 
         return load_builtin()
     revision = model_args.model_revision
-    config = AutoConfig.from_pretrained(name, revision=revision)
-    refuse_unsupported(config, "model_name_or_path")
-    quantization = get_quantization_config(model_args)
-    model = AutoModelForCausalLM.from_pretrained(
+    if model_args.use_peft and inputs.is_adapter_folder(name):
+        raise ValueError(f"use_peft: {name} is a saved adapter, which learns on; leave it out or name the base model.")
+    model = inputs.load_causal_lm(
         name,
+        "model_name_or_path",
         revision=revision,
         dtype=model_args.dtype,
         attn_implementation=model_args.attn_implementation,
-        quantization_config=quantization,
+        quantization_config=get_quantization_config(model_args),
     )
-    return model, AutoTokenizer.from_pretrained(name, revision=revision)
+    return model, AutoTokenizer.from_pretrained(inputs.tokenizer_source(name), revision=revision)
 
 
 def lora_config(model_args: Any) -> Any:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import inspect
+import sys
+
+import pytest
 
 from trl_alpharl.cli import metrics, recipes, rewards
 from trl_alpharl.cli.listing import print_listing
 from trl_alpharl.metrics_table import METRICS
 from trl_alpharl.recipe import find_recipe, shipped_recipes
-from trl_alpharl.rewards import REWARD_FUNCS, get_reward
+from trl_alpharl.rewards import REWARD_FUNCS, get_reward, sentiment
 
 
 def entries(capsys) -> dict[str, str]:
@@ -31,11 +34,21 @@ def test_recipes_show_their_first_comment_line(capsys):
 
 
 def test_rewards_show_their_docstrings(capsys):
+    pytest.importorskip("vaderSentiment")
     rewards.run([])
     listed = entries(capsys)
     assert listed.keys() == REWARD_FUNCS.keys()
     for name, text in listed.items():
         assert text and inspect.getdoc(get_reward(name)).startswith(text)
+
+
+def test_a_reward_without_its_package_shows_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
+    sentiment.prepare.cache_clear()
+    rewards.run([])
+    listed = entries(capsys)
+    assert "pip install 'trl-alpharl[sentiment]'" in listed["vader_sentiment"]
+    assert listed.keys() == REWARD_FUNCS.keys()
 
 
 def test_metrics_show_meaning_and_unit(capsys):

@@ -93,11 +93,20 @@ def test_other_errors_keep_their_traceback(pipeline, monkeypatch):
         main(["train", "quickstart/ppo_tiny"])
 
 
-def test_what_only_the_libraries_can_judge_is_one_line_too(pipeline, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("kl_coef is -1.0; it must be 0 or more.\nsecond line"), "kl_coef is -1.0"),
+        (RuntimeError("TensorBoardCallback requires tensorboard"), "requires tensorboard"),
+        (ImportError("reward 'vader_sentiment' needs a package"), "needs a package"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_what_only_the_libraries_can_judge_is_one_line_too(pipeline, monkeypatch, capsys, error, told):
     def fail(recipe):
-        raise ValueError("kl_coef is -1.0; it must be 0 or more.\nsecond line")
+        raise error
 
     monkeypatch.setattr(pipeline, "build", fail)
     assert main(["train", "quickstart/ppo_tiny"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "ppo_tiny.yaml" in line and "kl_coef is -1.0" in line
+    assert "ppo_tiny.yaml" in line and told in line

@@ -75,3 +75,6 @@ def test_the_outcome_shows_table_and_figures():
     console = Console(file=io.StringIO(), width=100)
     print_outcome({**summary, "rows": []}, console)
     assert "│" not in console.file.getvalue()
+    console = Console(file=io.StringIO(), width=100)
+    print_outcome({**summary, "response_tokens_per_s": float("nan")}, console)
+    assert "60 s, peak memory" in console.file.getvalue()

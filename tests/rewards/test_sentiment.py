@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from trl_alpharl.rewards import sentiment
+from trl_alpharl.rewards import get_reward, sentiment
 
 
 def test_sign_and_range_follow_the_text():
@@ -24,6 +24,7 @@ def test_chat_completions_score_as_their_text():
 def test_missing_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "vaderSentiment", None)
     monkeypatch.setitem(sys.modules, "vaderSentiment.vaderSentiment", None)
-    sentiment._analyzer.cache_clear()
-    with pytest.raises(ImportError, match=r"pip install 'trl-alpharl\[sentiment\]'"):
-        sentiment.vader_sentiment(["fine"])
+    sentiment.prepare.cache_clear()
+    for use in (lambda: sentiment.vader_sentiment(["fine"]), lambda: get_reward("vader_sentiment")):
+        with pytest.raises(ImportError, match=r"pip install 'trl-alpharl\[sentiment\]'"):
+            use()

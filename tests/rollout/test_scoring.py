@@ -66,7 +66,7 @@ def test_chunks_keep_every_token_and_say_where_it_is_predicted(case):
                 assert chunk.input_ids[slot][attended].tolist() == whole
                 assert attended.tolist() == [True] * len(whole) + [False] * (len(attended) - len(whole))
                 assert not attended[-1]  # one padded column: the same attention kernel in every chunk
-                assert chunk.position_ids[slot].tolist() == list(range(len(attended)))
+                assert chunk.position_ids[slot].tolist() == [*range(len(attended) - 1), len(attended) - 2]
                 counts = len(completions[row]) if slot < len(chunk.rows) else 0
                 mask = chunk.completion_mask[slot]
                 assert mask.tolist() == [True] * counts + [False] * (len(mask) - counts)

@@ -87,6 +87,36 @@ def test_peft_config_wraps_the_policy_once(model, lora):
         inputs.load_policy(model, None, {"r": 4})
 
 
+def test_a_saved_adapter_learns_on(model, lora, tmp_path):
+    from peft import PeftModel, get_peft_model
+
+    model.save_pretrained(tmp_path / "base")
+    policy = get_peft_model(type(model).from_pretrained(tmp_path / "base"), lora)
+    policy.save_pretrained(tmp_path / "adapter")
+    folder = str(tmp_path / "adapter")
+    loaded = inputs.load_policy(folder, {"dtype": "bfloat16"}, None)
+    assert isinstance(loaded, PeftModel)
+    assert loaded.get_base_model().lm_head.weight.dtype is torch.bfloat16
+    assert any(parameter.requires_grad for parameter in loaded.parameters())
+    with pytest.raises(ValueError, match=r"model: .*adapter is a saved adapter; pass it without peft_config"):
+        inputs.load_policy(folder, None, lora)
+    inputs.check_roles(folder, None, "adapter", None)
+    policy.peft_config["default"].base_model_name_or_path = None
+    policy.peft_config["default"].save_pretrained(folder)
+    with pytest.raises(ValueError, match="names no base model"):
+        inputs.load_policy(folder, None, None)
+
+
+def test_a_critic_without_a_place_is_refused_before_weights_load(model, classifier, lora):
+    with pytest.raises(ValueError, match="value_model is the same object as model"):
+        inputs.check_roles(model, model, "shared", None)
+    for given in (model, "some/model"):
+        with pytest.raises(ValueError, match="critic='adapter' needs a LoRA policy"):
+            inputs.check_roles(given, None, "adapter", None)
+        inputs.check_roles(given, None, "adapter", lora)
+        inputs.check_roles(given, classifier, "adapter", None)
+
+
 # ---- Value model -----------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +197,13 @@ def test_what_is_no_reward_is_refused_in_one_line(model, tokenizer):
         assert one_line(error, *parts)
 
 
+def test_named_rewards_are_looked_up_and_weights_counted_without_a_policy(classifier):
+    first, second = inputs.list_rewards("exact_match", classifier, [1.0, 0.5])
+    assert first is classifier and second.__name__ == "exact_match"
+    with pytest.raises(ValueError, match="reward_weights has 1 entries for 2 reward functions"):
+        inputs.list_rewards([constant, "exact_match"], None, [1.0])
+
+
 def test_reward_processing_classes_are_one_for_all_or_one_each(model, classifier, tokenizer):
     other = copy.deepcopy(classifier)
     for given in (tokenizer, [tokenizer, tokenizer]):
@@ -195,12 +232,18 @@ def test_a_reward_model_that_is_also_the_critic_is_refused(trainer, classifier):
 
 
 def test_datasets_that_cannot_be_read_are_refused(trainer, dataset):
-    from datasets import Dataset
+    from datasets import Dataset, DatasetDict
 
     for given, kind, parts in (
         (None, ValueError, ["train_dataset is required", "`input_ids`"]),
         (dataset.select([]), ValueError, ["train_dataset has no rows"]),
         (dataset.to_iterable_dataset(), TypeError, ["train_dataset is a IterableDataset without a length"]),
+        (DatasetDict(train=dataset), TypeError, ["train_dataset is a DatasetDict with 'train'; pass one of them"]),
+        ("some/dataset", TypeError, ["train_dataset is the text 'some/dataset'"]),
+        (["w5", "w6"], TypeError, ["train_dataset holds rows of type str"]),
+        (Dataset.from_dict({"prompt": [3]}), TypeError, ["train_dataset.prompt is '3' (int)"]),
+        ([{"prompt": None}], TypeError, ["train_dataset.prompt is 'None' (NoneType)"]),
+        ([{"prompt": []}], TypeError, ["train_dataset.prompt is '[]' (list)"]),
         (Dataset.from_dict({"text": ["w5"]}), ValueError, ["train_dataset needs a `prompt`", "['text']"]),
         (Dataset.from_dict({"prompt": [[{"role": "user", "content": "w5"}]]}), ValueError, ["no chat template"]),
     ):
@@ -213,6 +256,25 @@ def test_datasets_that_cannot_be_read_are_refused(trainer, dataset):
 def test_each_of_several_eval_datasets_is_checked(trainer, given):
     with pytest.raises(ValueError, match=r"eval_dataset\['held out'\]"):
         trainer(eval_dataset=given)
+
+
+def test_an_empty_dict_of_eval_datasets_is_refused(trainer):
+    with pytest.raises(ValueError, match="eval_dataset is an empty dict"):
+        trainer(eval_dataset={})
+
+
+# ---- Callbacks -------------------------------------------------------------------------------------------------------
+
+
+def test_callbacks_are_none_one_or_a_list():
+    from transformers import TrainerCallback
+
+    one = TrainerCallback()
+    assert inputs.callback_list(None) == []
+    assert inputs.callback_list(one) == inputs.callback_list([one]) == [one]
+    assert inputs.callback_list(TrainerCallback) == [TrainerCallback]
+    with pytest.raises(TypeError, match="callbacks holds a str"):
+        inputs.callback_list("progress")
 
 
 # ---- Optimizer -------------------------------------------------------------------------------------------------------

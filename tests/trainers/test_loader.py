@@ -10,7 +10,7 @@ from trl_alpharl.trainers.loader import PromptLoader, RolloutLoader, mini_batche
 def test_a_rollout_loader_starts_where_the_step_counter_stands():
     """Two rollouts of 3 steps are one pass over 10 rows in batches of 5."""
     step = 4
-    loader = RolloutLoader(range(10), 5, 3, step=lambda: step, item=lambda number: number)
+    loader = RolloutLoader(range(10), 5, 3, 100, step=lambda: step, item=lambda number: number)
     assert len(loader) == 6
     assert list(loader) == [4, 5]
     step = 6
@@ -20,7 +20,7 @@ def test_a_rollout_loader_starts_where_the_step_counter_stands():
 def test_an_item_is_made_when_it_is_asked_for():
     """The next rollout must come from the weights after the last step."""
     made = []
-    loader = iter(RolloutLoader(range(4), 2, 1, step=lambda: 0, item=made.append))
+    loader = iter(RolloutLoader(range(4), 2, 1, 100, step=lambda: 0, item=made.append))
     next(loader)
     assert made == [0]
 
@@ -60,3 +60,8 @@ def test_replayed_rows_enlarge_the_mini_batches_and_move_nobody(extra):
         added = [rows[4:] for rows in after]
         assert sorted(row for rows in added for row in rows) == list(range(12, 12 + extra))
         assert max(map(len, added)) - min(map(len, added)) <= 1
+
+
+def test_a_finished_run_gets_no_further_step():
+    assert list(RolloutLoader(range(10), 5, 3, 6, step=lambda: 6, item=lambda step: step)) == []
+    assert list(RolloutLoader(range(10), 5, 3, 8, step=lambda: 6, item=lambda step: step)) == [6, 7]

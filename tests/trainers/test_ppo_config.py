@@ -7,6 +7,7 @@ import shlex
 from dataclasses import fields, replace
 
 import pytest
+import torch
 from transformers import HfArgumentParser
 
 from trl_alpharl import PPOConfig
@@ -89,8 +90,8 @@ def test_no_field_is_without_help():
 def test_bf16_follows_the_hardware_unless_it_is_said(monkeypatch, fp16, expected):
     monkeypatch.setattr("trl_alpharl.trainers.ppo_config.is_torch_bf16_gpu_available", lambda: True)
     monkeypatch.setattr(BaseConfig, "__post_init__", lambda self: None)  # would look for the GPU
-    sizes = {"world_size": property(lambda self: 1), "n_gpu": property(lambda self: 1)}
-    on_gpu = type("OnGpu", (PPOConfig,), sizes)
+    machine = {"world_size": 1, "n_gpu": 1, "device": torch.device("cuda")}
+    on_gpu = type("OnGpu", (PPOConfig,), {name: property(lambda self, it=it: it) for name, it in machine.items()})
     assert on_gpu("unused", fp16=fp16).bf16 is expected
     assert on_gpu("unused", bf16=False).bf16 is False
     assert on_gpu("unused", use_cpu=True).bf16 is False
@@ -163,6 +164,8 @@ BAD_VALUES = [
     ("stop_token", "</s>", "one of 'eos', None"),
     ("kl_estimator", "k4", "one of 'k1', 'k2', 'k3'"),
     ("critic", "own", "one of 'shared', 'adapter'"),
+    ("max_steps", 0, "at least 1, or -1"),
+    *(("reward_weights", bad, "a list of finite numbers") for bad in ([1.0, float("nan")], [True], ["1"], 1.0)),
 ]
 
 
@@ -181,7 +184,8 @@ def test_a_bad_value_is_one_line_that_names_the_field(name, bad, rule):
         {"kl_coef": 0, "vf_coef": 0},
         {"critic_warmup_steps": 0, "num_sample_generations": 0, "stop_token_id": 0},
         {"stop_token": None, "kl_estimator": "k2", "critic": "adapter"},
-        {"temperature": 1, "cliprange_high": 0.28, "missing_eos_penalty": 1.0},
+        {"temperature": 2, "cliprange_high": 0.28, "missing_eos_penalty": 1.0},
+        {"max_steps": -1, "reward_weights": [1, -0.5]},
     ],
 )
 def test_values_at_the_edge_are_taken(values):
@@ -203,6 +207,8 @@ BAD_TOGETHER = [
     ({"use_liger_kernel": True}, "not supported: use_liger_kernel"),
     ({"label_smoothing_factor": 0.1}, "not supported: label_smoothing_factor"),
     ({"neftune_noise_alpha": 5.0}, "not supported: neftune_noise_alpha"),
+    ({"train_sampling_strategy": "group_by_length"}, "not supported: train_sampling_strategy='group_by_length'"),
+    ({"fp16": True, "use_cpu": True}, "not supported: fp16 on a CPU"),
     (
         {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
         "not supported: gradient_checkpointing_kwargs.use_reentrant: true",

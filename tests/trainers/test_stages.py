@@ -60,6 +60,26 @@ class TestRollout:
         with pytest.raises(ValueError, match="token id 64, but the model has 64 embeddings"):
             it.rollout(0)
 
+    @pytest.mark.parametrize("positions", [11, 12])
+    def test_learned_positions_can_be_filled_to_the_last(self, trainer, positions):
+        from datasets import Dataset
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        config = GPT2Config(vocab_size=64, n_positions=positions, n_embd=32, n_layer=1, n_head=2, eos_token_id=1)
+        rows = Dataset.from_dict({"prompt": ["w5 w6 w7 w8 w9"] * 8})
+        it = trainer(model=GPT2LMHeadModel(config), train_dataset=rows, stop_token=None, max_steps=2)
+        it.train()
+        assert it.state.global_step == 2
+        longer = trainer(model=GPT2LMHeadModel(config), train_dataset=rows, response_length=positions)
+        with pytest.raises(
+            ValueError, match=f"5 tokens and response_length {positions} exceed .* {positions} positions"
+        ):
+            longer.rollout(0)
+
+    def test_data_seed_orders_the_prompts(self, trainer):
+        assert trainer(data_seed=1).sample_prompts(0) != trainer(data_seed=2).sample_prompts(0)
+        assert trainer(data_seed=1, seed=5).sample_prompts(0) == trainer(data_seed=1).sample_prompts(0)
+
     def test_does_not_depend_on_global_random_state(self, trainer):
         it = trainer()
         first = it.rollout(0)
@@ -117,6 +137,27 @@ class TestScore:
         assert not experience.mask[1::2].any()
         assert experience.advantages[1::2].abs().sum() == 0
         assert it._flush_metrics()["objective/scores"] == 1.0
+
+    def test_a_reward_without_any_opinion_trains_nothing_and_leaves_the_controller_alone(self, trainer):
+        it = trainer(reward_funcs=lambda completions, **kwargs: [None] * len(completions), kl_target=1.0)
+        before = [parameter.clone() for parameter in it.model.parameters()]
+        it.train()
+        assert all(torch.equal(old, new) for old, new in zip(before, it.model.parameters()))
+        assert it.kl_controller.kl_coef == 0.05
+
+    def test_a_reward_model_reads_the_markers_of_token_id_prompts(self, trainer, classifier):
+        """Prompts that came as ids keep their special tokens, the answer its eos, as in TRL 1.12."""
+        from datasets import Dataset
+
+        rows = Dataset.from_dict({"input_ids": [[1, 5, 1, 9]] * 8})  # 1 is a special token of the tokenizer
+        it = trainer(reward_model=classifier, train_dataset=rows)
+        scored = it.score(it.rollout(0))
+        for row in range(8):
+            answer = scored.rollout.completion_ids[row][scored.rollout.completion_mask[row]]
+            ids = torch.cat([torch.tensor([1, 5, 1, 9]), answer])[None]
+            with torch.no_grad():
+                expected = classifier.score(classifier.model(ids).last_hidden_state[:, -1])
+            torch.testing.assert_close(scored.scores[row], expected[0, 0], atol=1e-5, rtol=0)
 
     def test_weights_of_several_rewards(self, trainer):
         def one(completions, **kwargs):

@@ -33,8 +33,10 @@ def run(argv: Sequence[str]) -> int:
 
     try:
         prepared = pipeline.build(recipe)
-    except (ValueError, TypeError, OSError) as error:  # a field or a file that only the libraries could judge
-        raise RecipeError(f"{recipe.path}: {str(error).strip().splitlines()[0]}") from error
+    # A field or a file that only the libraries could judge, or a package that the recipe needs and that is missing.
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        told = str(error).strip() or type(error).__name__
+        raise RecipeError(f"{recipe.path}: {told.splitlines()[0]}") from error
     outcome = pipeline.run(prepared)
     if int(os.environ.get("RANK", "0")) == 0:
         _report(outcome)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rich import box
@@ -42,7 +43,10 @@ def print_outcome(summary: Summary, console: Console) -> None:
     figures.append(f"{summary['score_after']:.3f} ± {summary['score_after_se']:.3f}", "bold")
     figures.append("  (mean ± standard error)\n")
     figures.append(f"KL {summary['kl']:.2f} and entropy {summary['entropy']:.2f} nats a completion; ")
-    figures.append(f"{summary['seconds']:.0f} s at {summary['response_tokens_per_s']:.0f} completion tokens/s, ")
+    figures.append(f"{summary['seconds']:.0f} s")
+    if math.isfinite(summary["response_tokens_per_s"]):  # a run that ended inside its first rollout logged none
+        figures.append(f" at {summary['response_tokens_per_s']:.0f} completion tokens/s")
+    figures.append(", ")
     figures.append(f"peak memory {display_bytes(summary['peak_rss_bytes'])}")
     console.print(figures)
 

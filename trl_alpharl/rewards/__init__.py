@@ -3,7 +3,8 @@
     reward_func(prompts=..., completions=..., completion_ids=..., **columns) -> list[float | None]
 
 Prompts and completions are strings, or lists of messages for chat data; `None` for a row means "no opinion".
-To add one: a file here and a line in `REWARD_FUNCS`.
+To add one: a file here and a line in `REWARD_FUNCS`. A `prepare()` in the file runs when the reward is asked for, to
+fail then and not at the first score.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ def get_reward(name: str) -> Callable[..., Any]:
     """The reward called `name`: a name of `REWARD_FUNCS`, `module.function` of an importable or local module, or the
     folder or hub id (with its "/") of a sequence classifier.
 
-    Raises `ValueError`, in one line, when there is no such reward; errors inside the module pass through.
+    Raises `ValueError`, in one line, when there is no such reward, and `ImportError` when one of `REWARD_FUNCS` needs a
+    package that is missing; errors inside the module pass through.
     """
     if name in REWARD_FUNCS:
-        module, _, attribute = REWARD_FUNCS[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)
+        path, _, attribute = REWARD_FUNCS[name].partition(":")
+        shipped = importlib.import_module(path)
+        if hasattr(shipped, "prepare"):
+            shipped.prepare()
+        return getattr(shipped, attribute)
     if "/" in name or os.path.isdir(name):
         from .model import load_reward_model
 

@@ -38,11 +38,23 @@ class RewardModel:
             raise ValueError(f"reward model {self.__name__!r} is an encoder-decoder, which is not supported.")
         limits = (getattr(config.get_text_config(), "max_position_embeddings", None), tokenizer.model_max_length)
         self.max_tokens = min(limit for limit in limits if limit is not None)
+        self.shares_vocabulary = False  # a trainer says so when the policy's token ids mean the same here
         self._warned = False
 
-    def __call__(self, prompts: list, completions: list, **kwargs: Any) -> list[float | None]:
-        """One score a completion, fp32."""
-        ids = [self._token_ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    def __call__(
+        self,
+        prompts: list,
+        completions: list,
+        completion_ids: list[list[int]] | None = None,
+        prompt_ids: list[list[int]] | None = None,
+        **kwargs: Any,
+    ) -> list[float | None]:
+        """One score a completion, fp32. `prompt_ids`: for prompts that came as token ids, whose role markers and other
+        special tokens a text without them would lose."""
+        if prompt_ids is not None and completion_ids is not None and self.shares_vocabulary:
+            ids = [self._anew(asked + answered) for asked, answered in zip(prompt_ids, completion_ids, strict=True)]
+        else:
+            ids = [self._token_ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         known = self.model.get_input_embeddings().weight.shape[0]
         highest = max((token for row in ids for token in row), default=0)
         if highest >= known:  # on a GPU the lookup would end the process instead
@@ -71,9 +83,18 @@ class RewardModel:
         starts = {self.tokenizer.bos_token_id, self.tokenizer.cls_token_id} - {None}
         if len(ids) > 1 and ids[0] == ids[1] and ids[0] in starts:
             ids = ids[1:]  # the text began with the token that the tokenizer adds
-        if len(ids) > self.max_tokens:
-            ids = self._truncate(ids, keep_first=ids[0] in starts)
-        return ids
+        return self._fitted(ids)
+
+    def _anew(self, ids: list[int]) -> list[int]:
+        """The whole row's text, special tokens included, tokenized anew: tokens may merge across the border."""
+        text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._fitted(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _fitted(self, ids: list[int]) -> list[int]:
+        if len(ids) <= self.max_tokens:
+            return ids
+        starts = {self.tokenizer.bos_token_id, self.tokenizer.cls_token_id} - {None}
+        return self._truncate(ids, keep_first=ids[0] in starts)
 
     def _chat_text(self, prompt: list[dict[str, Any]], completion: Any) -> str:
         if not self.tokenizer.chat_template:

@@ -15,12 +15,13 @@ def vader_sentiment(completions: list, **kwargs: Any) -> list[float]:
     A lexicon with rules: fast, deterministic and made for English.
     Raises `ImportError`, with the install command, when the vaderSentiment package is missing.
     """
-    analyzer = _analyzer()
+    analyzer = prepare()
     return [analyzer.polarity_scores(completion_text(completion))["compound"] for completion in completions]
 
 
 @cache  # reading the lexicon takes a tenth of a second
-def _analyzer() -> Any:
+def prepare() -> Any:
+    """The analyzer. Raises `ImportError`, with the install command, when the vaderSentiment package is missing."""
     try:
         from vaderSentiment.vaderSentiment import SentimentIntensityAnalyzer
     except ImportError as error:

@@ -67,6 +67,8 @@ class ActorCritic(TrainerFace, nn.Module):
                 refuse_offloaded(model, name)
                 keep_quantized_layers_trainable(model, name)
                 disable_dropout(model)
+        if value_model is not None:
+            refuse_shared_weights(value_model, {"model": policy}, "value_model")
         if reference is not None:
             refuse_shared_weights(reference, {"model": policy, "value_model": value_model}, "ref_model")
             if ref_adapter_name is not None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch
 from peft import PeftModel
 from torch import nn
+from transformers.utils import logging
 
 from .backbone import unwrap_peft
+
+logger = logging.get_logger(__name__)
 
 
 def refuse_unsupported(config: object, name: str) -> None:
@@ -105,3 +108,20 @@ def first_bad_parameter(model: nn.Module, trainable_only: bool = False) -> str |
         if parameter.dtype.is_floating_point and not torch.isfinite(parameter).all():
             return name
     return None
+
+
+def check_positions(model: nn.Module, prompt_tokens: int, response_tokens: int) -> None:
+    """Refuse rows longer than a model's learned positions, which have no embedding there; warn, once, for computed
+    (rotary) positions, which go on past what the model was trained on."""
+    inner = unwrap_peft(model)
+    limit = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
+    if limit is None or prompt_tokens + response_tokens <= limit:
+        return
+    line = (
+        f"a prompt of {prompt_tokens} tokens and response_length {response_tokens} exceed the model's {limit} "
+        "positions; shorten one of them."
+    )
+    tables = [module for module in inner.modules() if isinstance(module, nn.Embedding)]
+    if any(table is not inner.get_input_embeddings() and table.num_embeddings >= limit for table in tables):
+        raise ValueError(line)
+    logger.warning_once(line)

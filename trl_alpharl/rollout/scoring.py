@@ -54,7 +54,8 @@ def build_chunk(rollout: Rollout, rows: list[int], num_rows: int, width: int, co
     order = (~attend).long().argsort(dim=1, stable=True)
     tokens, attend = (_fit(x.gather(1, order), width) for x in (tokens, attend.long()))
     tokens = tokens * attend  # id 0 where padded: any valid id, it is masked
-    positions = torch.arange(width, device=device).expand(num_rows, width)
+    # The last column is always padding; its position must not reach past a model's learned positions.
+    positions = torch.arange(width, device=device).clamp(max=max(width - 2, 0)).expand(num_rows, width)
     columns = torch.arange(completion_width, device=device)
     predict_at = (prompt_mask.sum(1, keepdim=True) - 1 + columns).clamp(max=width - 1)
     mask = _fit(completion_mask, completion_width).clone()

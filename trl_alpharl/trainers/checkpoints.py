@@ -128,10 +128,10 @@ class CheckpointMixin:
         }
         (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-    def _sizes(self) -> dict[str, int]:
-        """What a resumed run must share with the run that saved, or steps and rollouts would not line up."""
-        names = ("world_size", "batch_size", "num_ppo_epochs", "num_mini_batches")
-        return {name: getattr(self.args, name) for name in names}
+    def _sizes(self) -> dict[str, Any]:
+        """What a resumed run must share with the run that saved, or its rollouts and optimizer would not line up."""
+        names = ("world_size", "batch_size", "num_ppo_epochs", "num_mini_batches", "seed", "data_seed")
+        return {"critic": self.model.critic} | {name: getattr(self.args, name) for name in names}
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load policy, critic, controllers and the rollout in use; the optimizer follows from transformers."""
@@ -141,7 +141,9 @@ class CheckpointMixin:
             raise ValueError(f"{checkpoint} was saved with save_only_model: it has no optimizer to resume with.")
         for name, size in self._sizes().items():
             if manifest["run"][name] != size:
-                raise ValueError(f"{checkpoint} was saved with {name}={manifest['run'][name]}; this run has {size}.")
+                raise ValueError(
+                    f"{checkpoint} was saved with {name}={manifest['run'][name]!r}; this run has {size!r}."
+                )
         self._load_weights(checkpoint)
         state = json.loads((checkpoint / _rank_file(CONTROLLERS, self.args)).read_text())
         for name, controller in self._controllers().items():

@@ -23,13 +23,16 @@ class FaultCounter:
 
     def record(self, cause: str, steps: int) -> None:
         """A fault that costs `steps` optimizer steps. The third in a row raises FloatingPointError with the cause."""
-        self.skipped_steps += steps
         self.in_a_row += 1
         logger.warning(
             f"skipping {steps} optimizer step(s): {cause} is not finite. Weights and optimizer are unchanged."
         )
         if self.in_a_row >= MOST_IN_A_ROW:
             raise FloatingPointError(f"stopped after {self.in_a_row} faults in a row: {cause} is not finite.")
+
+    def skipped_step(self) -> None:
+        """An optimizer step that trained nothing because of a fault."""
+        self.skipped_steps += 1
 
     def good_step(self) -> None:
         """A step went through."""

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from peft import PeftConfig, PeftModel, TaskType, get_peft_model
+from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+)
 
 from ..rewards import get_reward
 from ..rewards.model import RewardModel, load_reward_model
@@ -23,7 +31,7 @@ def load_tokenizer(processing_class: Any, model: Any) -> PreTrainedTokenizerBase
         name = model if isinstance(model, str) else getattr(unwrap_peft(model).config, "_name_or_path", "")
         if not name:
             raise ValueError("processing_class is missing, and the model has no name to load a tokenizer by.")
-        processing_class = AutoTokenizer.from_pretrained(name)
+        processing_class = AutoTokenizer.from_pretrained(tokenizer_source(name))
     if not isinstance(processing_class, PreTrainedTokenizerBase):
         raise TypeError(
             f"processing_class is a {type(processing_class).__name__}; a tokenizer is needed "
@@ -35,10 +43,9 @@ def load_tokenizer(processing_class: Any, model: Any) -> PreTrainedTokenizerBase
 def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: PeftConfig | None) -> nn.Module:
     """The policy: a model, or the name of one; wrapped in a fresh adapter when `peft_config` is given."""
     if isinstance(model, str):
-        kwargs = {"dtype": "float32", **(init_kwargs or {})}
-        where = {key: kwargs[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in kwargs}
-        refuse_unsupported(AutoConfig.from_pretrained(model, **where), "model")
-        model = AutoModelForCausalLM.from_pretrained(model, **kwargs)
+        if peft_config is not None and is_adapter_folder(model):
+            raise ValueError(f"model: {model} is a saved adapter; pass it without peft_config, or name its base model.")
+        model = load_causal_lm(model, "model", **{"dtype": "float32", **(init_kwargs or {})})
     elif init_kwargs:
         raise ValueError("model_init_kwargs is set, but model is already loaded; pass its name instead.")
     refuse_unsupported(_transformers_model(model, "model", "a transformers model or its name").config, "model")
@@ -51,6 +58,45 @@ def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: Pef
     if isinstance(model, PeftModel):
         raise ValueError("model is a PeftModel already; pass it without peft_config, or pass its base model.")
     return get_peft_model(model, peft_config)
+
+
+def load_causal_lm(name: str, field: str, **kwargs: Any) -> nn.Module:
+    """A causal language model by its name. A saved adapter's folder gives its base model with the adapter, which learns
+    on. `kwargs` go to from_pretrained; `field` names the model in an error."""
+    if not is_adapter_folder(name):
+        where = {key: kwargs[key] for key in ("revision", "subfolder", "token", "cache_dir") if key in kwargs}
+        refuse_unsupported(AutoConfig.from_pretrained(name, **where), field)
+        return AutoModelForCausalLM.from_pretrained(name, **kwargs)
+    if not PeftConfig.from_pretrained(name).base_model_name_or_path:
+        raise ValueError(
+            f"{field}: the adapter in {name} names no base model; pass a PeftModel, loaded with is_trainable=True."
+        )
+    return AutoPeftModelForCausalLM.from_pretrained(name, is_trainable=True, **kwargs)
+
+
+def is_adapter_folder(name: str) -> bool:
+    """True for a local folder that holds a PEFT adapter in place of a whole model."""
+    return (Path(name) / "adapter_config.json").is_file()
+
+
+def tokenizer_source(name: str) -> str:
+    """Where a model's tokenizer lies: with it, or with the base model of an adapter that was saved without one."""
+    if is_adapter_folder(name) and not (Path(name) / "tokenizer_config.json").is_file():
+        return PeftConfig.from_pretrained(name).base_model_name_or_path or name
+    return name
+
+
+def check_roles(model: Any, value_model: Any, critic: str, peft_config: Any) -> None:
+    """Refuse, before weights load, a critic that the policy leaves no place for."""
+    if value_model is not None and value_model is model:
+        raise ValueError("value_model is the same object as model; pass a sequence classifier, or None for a head.")
+    adapted = peft_config is not None or isinstance(model, PeftModel)
+    if isinstance(model, str):
+        adapted |= is_adapter_folder(model)
+    if critic == "adapter" and value_model is None and not adapted:
+        raise ValueError(
+            "critic='adapter' needs a LoRA policy; pass peft_config (use_peft in a recipe), or use critic='shared'."
+        )
 
 
 def _transformers_model(model: Any, name: str, needed: str) -> PreTrainedModel:
@@ -81,10 +127,9 @@ def prepare_value_model(value_model: nn.Module | None, policy: nn.Module, num_to
     return value_model
 
 
-def resolve_rewards(
-    reward_funcs: Any, reward_model: Any, processing_classes: Any, tokenizer: Any, policy: Any
-) -> list[Callable]:
-    """Every reward as a callable with TRL's signature, in order; `reward_model` (TRL 1.12's) comes first."""
+def list_rewards(reward_funcs: Any, reward_model: Any, weights: Sequence[float] | None = None) -> list[Any]:
+    """Every reward in order, callables and models; `reward_model` (TRL 1.12's) comes first. Names are looked up and
+    weights counted: it needs no policy, so that a mistake here costs no loading of one."""
     if reward_funcs is None:
         reward_funcs = []
     elif not isinstance(reward_funcs, (list, tuple)):
@@ -94,6 +139,19 @@ def resolve_rewards(
         raise ValueError(
             "no reward: pass reward_funcs (a function, a name, a model or a list of them) or reward_model."
         )
+    for reward in rewards:
+        if not callable(reward) and not isinstance(reward, str):
+            raise TypeError(f"a reward must be a callable, a name or a model, found {type(reward).__name__}.")
+    if weights is not None and len(weights) != len(rewards):
+        raise ValueError(f"reward_weights has {len(weights)} entries for {len(rewards)} reward functions.")
+    return [_reward_by_name(reward) if isinstance(reward, str) else reward for reward in rewards]
+
+
+def resolve_rewards(
+    reward_funcs: Any, reward_model: Any, processing_classes: Any, tokenizer: Any, policy: Any
+) -> list[Callable]:
+    """`list_rewards` as callables with TRL's signature: a model is wrapped with its tokenizer."""
+    rewards = list_rewards(reward_funcs, reward_model)
     if not isinstance(processing_classes, (list, tuple)):
         processing_classes = [processing_classes] * len(rewards)
     if len(processing_classes) != len(rewards):
@@ -102,15 +160,11 @@ def resolve_rewards(
 
 
 def _resolve_reward(reward: Any, processing_class: Any, tokenizer: Any, policy: Any) -> Callable:
-    if isinstance(reward, str):
-        return _reward_by_name(reward)
-    if isinstance(reward, nn.Module):
-        if processing_class is None:
-            processing_class = _reward_tokenizer(reward, tokenizer, policy)
-        return RewardModel(reward, processing_class)
-    if not callable(reward):
-        raise TypeError(f"a reward must be a callable, a name or a model, found {type(reward).__name__}.")
-    return reward
+    if not isinstance(reward, nn.Module):
+        return reward
+    if processing_class is None:
+        processing_class = _reward_tokenizer(reward, tokenizer, policy)
+    return RewardModel(reward, processing_class)
 
 
 def _reward_by_name(name: str) -> Callable:
@@ -155,22 +209,56 @@ def require_dataset(dataset: Any, name: str) -> None:
     """Raise one line unless `dataset` is a map-style dataset with rows."""
     if dataset is None:
         raise ValueError(f"{name} is required: rows with `prompt` or `input_ids`.")
+    if isinstance(dataset, Mapping):
+        splits = ", ".join(map(repr, dataset))
+        raise TypeError(f"{name} is a {type(dataset).__name__} with {splits}; pass one of them.")
+    if isinstance(dataset, str):
+        raise TypeError(f"{name} is the text {dataset!r}; pass the dataset itself, from datasets.load_dataset.")
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise TypeError(f"{name} is a {type(dataset).__name__} without a length; streamed datasets are not supported.")
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows.")
+    if not isinstance(dataset[0], Mapping):
+        raise TypeError(f"{name} holds rows of type {type(dataset[0]).__name__}; a row is a dict with `prompt`.")
 
 
 def check_datasets(prompts: Any, train_dataset: Any, eval_dataset: Any) -> None:
     """Check the first row of every dataset."""
     named = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
+        if not eval_dataset:
+            raise ValueError("eval_dataset is an empty dict; pass None for no evaluation.")
         named |= {f"eval_dataset[{name!r}]": dataset for name, dataset in eval_dataset.items()}
     elif eval_dataset is not None:
         named["eval_dataset"] = eval_dataset
     for name, dataset in named.items():
         require_dataset(dataset, name)
-        prompts.check(dict(dataset[0]), name)
+        row = dict(dataset[0])
+        _check_prompt(row, name)
+        prompts.check(row, name)
+
+
+def _check_prompt(row: dict[str, Any], name: str) -> None:
+    if "prompt" not in row or "input_ids" in row:
+        return
+    prompt = row["prompt"]
+    chat = isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt)
+    if not chat and not isinstance(prompt, str):
+        raise TypeError(
+            f"{name}.prompt is {str(prompt)[:80]!r} ({type(prompt).__name__}); it must be text or chat turns."
+        )
+
+
+def callback_list(callbacks: Any) -> list[Any]:
+    """The callbacks that a script passed: none, one or a list, each an object or a class."""
+    if callbacks is None:
+        return []
+    callbacks = list(callbacks) if isinstance(callbacks, (list, tuple)) else [callbacks]
+    for callback in callbacks:
+        kind = callback if isinstance(callback, type) else type(callback)
+        if not issubclass(kind, TrainerCallback):
+            raise TypeError(f"callbacks holds a {kind.__name__}; a transformers.TrainerCallback is needed.")
+    return callbacks
 
 
 def check_optimizer(optimizer: Any, actor_critic: Any, critic_learning_rate: float | None) -> None:

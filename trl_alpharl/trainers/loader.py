@@ -18,10 +18,13 @@ class RolloutLoader:
     iteration ends with a pass over the dataset, for transformers' idea of an epoch.
     """
 
-    def __init__(self, dataset: Any, batch_size: int, steps_per_rollout: int, step: Callable, item: Callable) -> None:
+    def __init__(
+        self, dataset: Any, batch_size: int, steps_per_rollout: int, max_steps: int, step: Callable, item: Callable
+    ) -> None:
         self.dataset = dataset
         self.batch_size = batch_size
         self._steps_per_epoch = math.ceil(len(dataset) / batch_size) * steps_per_rollout
+        self._max_steps = max_steps
         self._step = step
         self._item = item
 
@@ -30,7 +33,8 @@ class RolloutLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         start = self._step()
-        for step in range(start, start + self._steps_per_epoch - start % self._steps_per_epoch):
+        end = start + self._steps_per_epoch - start % self._steps_per_epoch
+        for step in range(start, min(end, self._max_steps)):  # none when a finished run is resumed
             yield self._item(step)
 
 

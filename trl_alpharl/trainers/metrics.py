@@ -22,7 +22,7 @@ class MetricSums:
         """Add `total`, a sum over `count` things."""
         total = torch.as_tensor(total, dtype=torch.float64).detach()
         pair = torch.stack([total, torch.as_tensor(count, dtype=torch.float64, device=total.device)])
-        self._sums[name] = self._sums[name] + pair if name in self._sums else pair
+        self._sums[name] = self._sums[name].to(pair.device) + pair if name in self._sums else pair
 
     def add_all(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Add the values under a mask; `flush` gives their mean and standard deviation, `name/mean` and `name/std`."""

@@ -53,6 +53,7 @@ class PPOConfig(PPOKnobs, BaseConfig):
         self._accumulation: int | None = None
         check_choices(self, PPOKnobs)
         check_ranges(self, _RANGES)
+        _check_numbers(self)
         super().__post_init__()
         _check_sizes(self)
         _refuse_unsupported(self)
@@ -167,6 +168,21 @@ def check_ranges(config: Any, ranges: Ranges) -> None:
                 raise ValueError(f"{name} is {value!r}; it must be {rule}.")
 
 
+def _check_numbers(config: PPOConfig) -> None:
+    """Fields whose rule fits no range."""
+    if config.max_steps == 0:
+        raise ValueError("max_steps is 0; it must be at least 1, or -1 to count total_episodes.")
+    weights = config.reward_weights
+    if weights is None:
+        return
+    numbers = isinstance(weights, (list, tuple)) and all(
+        isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        for weight in weights
+    )
+    if not numbers:
+        raise ValueError(f"reward_weights is {weights!r}; it must be a list of finite numbers, one a reward.")
+
+
 def _check_sizes(config: PPOConfig) -> None:
     """What several fields must satisfy together."""
     local = config.local_batch_size
@@ -198,6 +214,11 @@ def _refuse_unsupported(config: PPOConfig) -> None:
         (config.label_smoothing_factor, "label_smoothing_factor: there are no labels"),
         (config.neftune_noise_alpha, "neftune_noise_alpha: noise in training alone would break the probability ratio"),
         (isinstance(kwargs, dict) and kwargs.get("use_reentrant"), "gradient_checkpointing_kwargs.use_reentrant: true"),
+        (
+            config.train_sampling_strategy != "random",
+            f"train_sampling_strategy={config.train_sampling_strategy!r}: prompts come in shuffled passes",
+        ),
+        (config.fp16 and config.device.type == "cpu", "fp16 on a CPU: bf16 or fp32 work there"),
         (config.n_gpu > 1, "several GPUs in one process (DataParallel): start with `accelerate launch`"),
     ):
         if refused:

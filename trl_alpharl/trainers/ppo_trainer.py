@@ -100,14 +100,16 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             raise TypeError(
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}."
             )
+        inputs.check_roles(model, value_model, args.critic, peft_config)
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
         self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator)
         inputs.check_datasets(self.tokenize_prompts, train_dataset, eval_dataset)
+        rewards = inputs.list_rewards(reward_funcs, reward_model, args.reward_weights)
 
         set_seed(args.seed)  # fresh adapters are drawn from the seed
         policy = inputs.load_policy(model, args.model_init_kwargs, peft_config)
-        rewards = inputs.resolve_rewards(reward_funcs, reward_model, reward_processing_classes, tokenizer, policy)
+        rewards = inputs.resolve_rewards(rewards, None, reward_processing_classes, tokenizer, policy)
         self.reward_runner = RewardRunner(rewards, args.reward_weights)
         self.reward_model, self.ref_model = reward_model, ref_model
         actor_critic = ActorCritic(
@@ -128,9 +130,11 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
-            callbacks=[*(callbacks or []), _EndOfStep(self)],
+            callbacks=[*inputs.callback_list(callbacks), _EndOfStep(self)],
             optimizers=optimizers,
         )
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:  # set by the launcher, not by a field of args
+            raise ValueError("FSDP and DeepSpeed are not supported; use configs/accelerate/ddp.yaml.")
         self._set_up_run()
         inputs.check_optimizer(self.optimizer, actor_critic, args.critic_learning_rate)
         if self.is_world_process_zero():
@@ -143,7 +147,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)  # a [PAD] that a script added may lie past the end
         self.sampling = Sampling(
             response_length=args.response_length,
-            temperature=args.temperature,
+            temperature=float(args.temperature),  # generate refuses an int
             stop_ids=stop_token_ids(args.stop_token, args.stop_token_id, tokenizer, self.model.generation_config),
             pad_id=next((pad for pad in pads if pad is not None and pad < embedded), 0),
             chunk_rows=args.local_rollout_forward_batch_size,
@@ -160,10 +164,12 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
                 roles = {"model": self.policy_model, "value_model": self.value_model}
                 refuse_shared_weights(reward.model, roles, "reward_model")
                 freeze(reward.model).to(self.accelerator.device)
+                reward.shares_vocabulary = reward.tokenizer.get_vocab() == tokenizer.get_vocab()
         self._experience: Advantages | None = None
         self._plan: tuple[Rollout, ChunkPlan, list[list[list[int]]]] | None = None
         self._started = time.time()
         self._update_started = self._collect_s = 0.0
+        self._ready = False
 
     def _send_telemetry(self) -> None:
         """TRL's usage ping is not sent."""
@@ -194,6 +200,8 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
         experience, rows = inputs["experience"], inputs["rows"]
         device = experience.mask.device
         tokens = self._sum_over_processes(experience.mask[torch.tensor(rows, device=device)].sum())
+        if not experience.scored.finite:
+            self.faults.skipped_step()
         if not experience.scored.finite or tokens == 0:
             return torch.zeros((), device=self.args.device)
         # Built one by one: all chunks of a mini-batch together take more memory than the rollout record.
@@ -247,6 +255,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             self._require_finite_weights(all_of_them=True)
             model.zero_grad(set_to_none=True)
             bad = [name for name, value in zip(names, values) if not value.isfinite()]
+            self.faults.skipped_step()
             self.faults.record(", ".join(bad) or "the gradient", 1)
             return
         self.faults.good_step()
@@ -301,7 +310,8 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             self._experience = None
 
     def _ready_for_own_loop(self) -> Any:
-        if self.optimizer is None or self.lr_scheduler is None:
+        if self.model_wrapped is self.model and not self._ready:
+            self._ready = True
             if self.args.gradient_checkpointing:
                 self.model.activation_checkpointing_enable(self.args.gradient_checkpointing_kwargs)
             self.create_optimizer()
@@ -317,6 +327,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, BaseTrainer):
             self.train_dataset,
             self.args.batch_size,
             self.args.steps_per_rollout,
+            self.args.max_steps,
             step=lambda: self.state.global_step,
             item=lambda step: self.mini_batch(self.collect(step), step),
         )

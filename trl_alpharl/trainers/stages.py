@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from transformers.utils import logging
 
 from .._trl import is_conversational
 from ..functional.advantages import compute_gae, explained_variance_from_moments
@@ -23,12 +24,14 @@ from ..functional.losses import clipped_surrogate_loss, clipped_value_loss
 from ..functional.masking import masked_moments, masked_sum, merge_moments, whiten
 from ..functional.rewards import combine_rewards, penalize_missing_eos, token_rewards
 from ..records import Advantages, Rollout, Scored, TokenChunk, TokenStats
-from ..roles.prepare import first_bad_parameter
+from ..roles.prepare import check_positions, first_bad_parameter
 from ..rollout.prompts import prompt_rows, seeded_generator
 from ..rollout.sampler import sample
 from ..rollout.scoring import ChunkPlan, gather_rows, plan_chunks, score_rollout
 from .loader import mini_batches, take_rows
 from .metrics import MetricSums
+
+logger = logging.get_logger(__name__)
 
 
 class PPOStages:
@@ -37,7 +40,8 @@ class PPOStages:
 
     def sample_prompts(self, index: int) -> list[int]:
         """The dataset rows of rollout `index`, over all processes."""
-        return prompt_rows(len(self.train_dataset), self.args.batch_size, index, self.args.seed)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return prompt_rows(len(self.train_dataset), self.args.batch_size, index, seed)
 
     def local_rows(self, index: int) -> list[int]:
         """Those of them that this process answers."""
@@ -55,9 +59,11 @@ class PPOStages:
         index = self.state.global_step // self.args.steps_per_rollout if index is None else index
         self._require_finite_weights()
         examples = take_rows(self.train_dataset, self.local_rows(index))
+        prompts = self.tokenize_prompts(examples)
+        check_positions(self.policy_model, max(map(len, prompts)), self.args.response_length)
         try:
             with self.accelerator.autocast():
-                rollout = self.explore(self.tokenize_prompts(examples), examples, index)
+                rollout = self.explore(prompts, examples, index)
         except RuntimeError:
             self._require_finite_weights(all_of_them=True)
             raise
@@ -88,6 +94,10 @@ class PPOStages:
             "log_metric": lambda name, value: metrics.add(name, value),
             "log_extra": lambda name, values: None,
         }
+        if "prompt" not in rollout.examples[0]:
+            extras["prompt_ids"] = [
+                row[mask].tolist() for row, mask in zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu())
+            ]
         table = self.reward_runner(prompts, completions, ids, columns, extras)
         device = rollout.completion_ids.device
         values = torch.tensor(table.values, dtype=torch.float64, device=device)
@@ -95,6 +105,8 @@ class PPOStages:
         bad = given & ~values.isfinite()
         for column, name in enumerate(table.names):
             metrics.add_all(f"reward/{name}", values[:, column], given[:, column] & ~bad[:, column])
+        if not given.any():
+            logger.warning_once("every reward function returned None for a whole rollout: nothing is trained on it.")
         cause = ", ".join(f"reward {name!r}" for column, name in enumerate(table.names) if bad[:, column].any())
         values = values.masked_fill(~given | bad, float("nan"))
         return values if known is None else torch.cat([values, known.to(device)]), cause
@@ -195,7 +207,8 @@ class PPOStages:
             kl, rows = self._sum_over_processes(
                 torch.stack([self._kl(scored).sum(), scored.valid.sum()]).double()
             ).tolist()
-            self.kl_controller.update(kl / max(rows, 1.0), self.args.batch_size)
+            if rows > 0:
+                self.kl_controller.update(kl / rows, self.args.batch_size)
 
     # Helpers
 
@@ -203,6 +216,11 @@ class PPOStages:
         """A rollout's chunk shapes and mini-batches; they follow from its lengths and the seed."""
         if self._plan is None or self._plan[0] is not rollout:
             args = self.args
+            if rollout.fresh != args.local_batch_size:
+                raise ValueError(
+                    f"a rollout of {rollout.fresh} completions; the optimizer steps need local_batch_size = "
+                    f"{args.local_batch_size} (per_device_train_batch_size x gradient_accumulation_steps)."
+                )
             seed = (args.seed, rollout.index, args.process_index)
             sizes = (args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs)
             batches = mini_batches(*sizes, seed, rollout.replayed)
