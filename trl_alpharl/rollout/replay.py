@@ -116,7 +116,7 @@ def episodes_of(experience: Advantages, priority: str) -> list[Episode]:
             prompt_ids=rollout.prompt_ids[row][rollout.prompt_mask[row]].cpu(),
             completion_ids=rollout.completion_ids[row][rollout.completion_mask[row]].cpu(),
             behavior_logps=mu[row][rollout.completion_mask[row]].float().cpu(),
-            rewards=scored.rewards[row].double().cpu(),
+            rewards=scored.rewards[row].double().cpu().clone(),  # not a view that keeps the whole rollout
             finished=bool(rollout.finished[row]),
             priority=float(priorities[row]),
             born=rollout.index,

@@ -52,10 +52,11 @@ class ARPOSampling:
         args = self.args
         completions = 2 * args.screening or 1
         count = args.batch_size // completions
+        seed = args.seed if args.data_seed is None else args.data_seed
         if self.curriculum is None:
-            rows = prompt_rows(len(self.train_dataset), count, index, args.seed)
+            rows = prompt_rows(len(self.train_dataset), count, index, seed)
         else:
-            rows = self.curriculum.rows(count, index, args.seed)
+            rows = self.curriculum.rows(count, index, seed)
         return screening_groups(rows, completions)
 
     def exploration(self, index: int) -> Exploration | None:

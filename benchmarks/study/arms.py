@@ -1,0 +1,110 @@
+"""The cells of the study: a PPO tuned on each task, then each mechanism and preset against it on fresh seeds."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+from trl_alpharl import ARPOConfig
+
+from .tasks import Task
+
+TUNING_SEEDS = [0, 1, 2, 3, 4]
+FRESH_SEEDS = [
+    100,
+    101,
+    102,
+    103,
+    104,
+]  # the best of 16 is chosen by luck too; it runs again beside what it is compared to
+
+LEARNING_RATES = {"verifiable": (3e-4, 1e-3), "graded": (1e-3, 3e-3), "drifting": (1e-3, 3e-3)}
+GRID = {"num_mini_batches": (1, 4), "adam_beta2": (0.95, 0.999), "kl_coef": (0.008, 0.05)}
+BEST = "best PPO"
+
+REPLAY = {"replay_ratio": 0.75, "adam_beta2": 0.95, "num_mini_batches": 2}
+CURRICULUM = {"curriculum": "success"}
+ROBUST = {"reward_scaling": "robust"}
+MECHANISMS: dict[str, dict[str, dict[str, Any]]] = {
+    "sparse": {
+        "replay .75, beta2 .95, 2 mini-batches": REPLAY,
+        "replay .33 by advantage": {"replay_ratio": 0.33, "replay_priority": "advantage"},
+        "positive NLL .1": {"positive_nll_coef": 0.1},
+        "epsilon .1": {"epsilon_mix": 0.1},
+        "logit noise .3": {"logit_noise": 0.3},
+        "explained-variance gate": {"explained_variance_gate": True},
+    },
+    "dense": {
+        "robust scaling": ROBUST,
+        "entropy dual": {"entropy_control": "dual"},
+        "entropy PI": {"entropy_control": "pi"},
+        "lambda to .85": {"lam_end": 0.85},
+        "KL stop .008": {"kl_stop": 0.008},
+        "RMSNorm noise .01": {"norm_noise": 0.01},
+    },
+    "scaled": {
+        "robust scaling": ROBUST,
+        "running scaling": {"reward_scaling": "running"},
+        "batch scaling": {"reward_scaling": "batch"},
+        "whiten_rewards": {"whiten_rewards": True},
+        "PopArt": {"popart": True},
+        "robust scaling, entropy dual": {**ROBUST, "entropy_control": "dual"},
+    },
+    "multi": {
+        "robust scaling": ROBUST,
+        "running scaling": {"reward_scaling": "running"},
+        "batch scaling": {"reward_scaling": "batch"},
+        "robust scaling, moving advantage norm": {**ROBUST, "advantage_norm": "ema"},
+        "robust scaling, entropy rewards": {**ROBUST, "entropy_control": "fixed", "entropy_form": "reward"},
+        "PopArt": {"popart": True},
+    },
+    "mixed": {
+        "success-targeted prompts": CURRICULUM,
+        "success-targeted prompts, replay .75": {**CURRICULUM, **REPLAY},
+        "replay .75, beta2 .95, 2 mini-batches": REPLAY,
+        "screening with 2": {"screening": 2},
+        "positive NLL .1": {"positive_nll_coef": 0.1},
+        "explained-variance gate": {"explained_variance_gate": True},
+    },
+    "long": {
+        "critic warm-up": {"critic_warmup_steps": 16},
+        "lambda_critic 1": {"lam_critic": 1.0},
+        "critic warm-up, lambda_critic 1": {"critic_warmup_steps": 16, "lam_critic": 1.0},
+        "length-adaptive lambda, lambda_critic 1": {"lam_length_scale": 0.5, "lam_critic": 1.0},
+        "explained-variance gate": {"explained_variance_gate": True},
+        "lambda to .85": {"lam_end": 0.85},
+    },
+}
+
+
+def config(task: Task, rollouts: int, batch: int = 64, **changes: Any) -> ARPOConfig:
+    """The study's configuration: everything off but what `changes` say."""
+    common = {
+        "output_dir": "unused",
+        "use_cpu": True,
+        "report_to": "none",
+        "per_device_train_batch_size": batch,
+        "response_length": task.answer_length,
+        "temperature": 1.0,
+        "total_episodes": rollouts * batch,
+        "num_ppo_epochs": 4,
+        "lr_scheduler_type": "constant_with_warmup",
+        "preset": "ppo",
+    }
+    return ARPOConfig(**{**common, **changes})
+
+
+def grid(task: Task) -> dict[str, dict[str, Any]]:
+    """PPO over learning rate, mini-batches, Adam's beta2 and the KL coefficient: 16 points."""
+    ranges = {"learning_rate": LEARNING_RATES[task.kind], **GRID}
+    points = [dict(zip(ranges, values)) for values in product(*ranges.values())]
+    return {"PPO " + " ".join(f"{name}={value:g}" for name, value in point.items()): point for point in points}
+
+
+def against(task: Task, best: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What runs beside the best PPO, itself included: its settings and one mechanism, or a preset at its learning
+    rate."""
+    arms = {BEST: best}
+    arms["tuned"] = {"preset": "tuned", "reward_kind": task.kind, "learning_rate": best["learning_rate"]}
+    arms["paper"] = {"preset": "paper", "learning_rate": best["learning_rate"]}
+    return arms | {name: {**best, **changes} for name, changes in MECHANISMS[task.name].items()}
