@@ -42,7 +42,7 @@ class Rollout:
         if rows == len(self.completion_ids):
             return self
         per_row = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "finished", "behavior_logps")
-        cut = {name: _cut(getattr(self, name), rows) for name in per_row}
+        cut: dict[str, Any] = {name: _cut(getattr(self, name), rows) for name in per_row}
         sources = _cut(self.dataset_rows, rows)
         examples = self.examples[:rows]
         return replace(self, **cut, dataset_rows=sources, examples=examples, replayed=0, known_rewards=None)
