@@ -113,9 +113,9 @@ def test_the_state_is_as_large_as_the_formula_says(exact):
     model = nn.Linear(192, 512, bias=False)
     optimizer = LowRankAdamW(model.parameters(), config=LowRankConfig(rank=32))
     model(torch.randn(2, 192)).sum().backward()
-    sketch = seen = 192 * 4
+    sketch, seen = 4 * 512, 192 * 40
     held = optimizer.gradient_bytes()
-    assert held == storage_bytes(32 * 512, "fp32") + sketch * 4 + seen * 40
+    assert held == storage_bytes(32 * 512, "fp32") + (sketch + seen) * 4
     optimizer.step()
     accumulator = storage_bytes(32 * 512, "fp32")
     assert optimizer.state_bytes() + accumulator == low_rank_bytes(low_rank_shape((512, 192), 32))

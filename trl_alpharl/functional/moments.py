@@ -53,14 +53,16 @@ def update_moments(moments: Moments, gradient: Tensor, betas: tuple[float, float
 
 
 def adam_direction(moments: Moments, eps: float) -> Tensor:
-    """Adam's direction (r, n): mean over root mean square, each divided by its mass. Rows without mass give 0 / eps.
+    """Adam's direction (r, n): mean over root mean square, each divided by its mass. Rows without mass give 0.
 
     >>> moments = update_moments(empty_moments(1, 2), torch.tensor([[2.0, -3.0]]), (0.9, 0.99))
     >>> adam_direction(moments, eps=0.0).round(decimals=4).tolist()
     [[1.0, -1.0]]
     """
-    root = _over(moments.square, moments.square_mass).sqrt_().add_(eps)
-    return _over(moments.mean, moments.mean_mass).div_(root)
+    # (mean / c1) / (sqrt(square / c2) + eps), with the masses c1, c2 brought to the rows: fewer passes over the moments
+    spread = moments.square_mass.sqrt()[:, None]
+    root = moments.square.sqrt().add_(eps * spread)
+    return torch.div(moments.mean, root, out=root).mul_(spread * _inverse(moments.mean_mass)[:, None])
 
 
 def transport_moments(moments: Moments, change: Tensor) -> Moments:
@@ -117,4 +119,8 @@ def channel_scales(gradient: Tensor, direction: Tensor) -> Tensor:
 
 def _over(rows: Tensor, mass: Tensor) -> Tensor:
     """rows (r, n) divided by their mass (r,); 0 where there is none."""
-    return rows * torch.where(mass > 0, mass.reciprocal(), 0.0)[:, None]
+    return rows * _inverse(mass)[:, None]
+
+
+def _inverse(mass: Tensor) -> Tensor:
+    return torch.where(mass > 0, mass.reciprocal(), 0.0)

@@ -39,7 +39,10 @@ def encode(tensor: Tensor, kind: str, signed: bool = True) -> Encoded:
         return Encoded(tensor.to(torch.bfloat16), None)
     code = _CODES[kind]
     block = STORAGE[kind][1]
-    flat = torch.nn.functional.pad(tensor.float().flatten(), (0, -tensor.numel() % block)).view(-1, block)
+    flat = tensor.float().flatten()
+    if flat.numel() % block:
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % block))
+    flat = flat.view(-1, block)
     scales = flat.abs().amax(1) / code.largest(signed)
     scaled = flat * torch.where(scales > 0, scales.reciprocal(), 0.0)[:, None]
     return Encoded(code.encode(scaled.flatten(), signed), scales)
@@ -54,8 +57,8 @@ def decode(encoded: Encoded, kind: str, shape: torch.Size | tuple[int, ...], sig
     """
     if encoded.scales is None:
         return encoded.codes.float()
-    numbers = _CODES[kind].decode(encoded.codes, signed)
-    flat = (numbers.view(len(encoded.scales), STORAGE[kind][1]) * encoded.scales[:, None]).flatten()
+    numbers = _CODES[kind].decode(encoded.codes, signed).view(len(encoded.scales), STORAGE[kind][1])
+    flat = numbers.mul_(encoded.scales[:, None]).flatten()
     size = torch.Size(shape)
     return flat[: size.numel()].view(size)
 
@@ -112,7 +115,7 @@ def _encode_dynamic(numbers: Tensor, signed: bool) -> Tensor:
     """By table: the nearest code for each of the 65,536 bf16 numbers; rounding to bf16 first moves a number by less
     than a quarter of the step between codes."""
     table = _nearest_code(signed, numbers.device)
-    bits = numbers.to(torch.bfloat16).view(torch.int16).to(torch.int32) & 0xFFFF
+    bits = numbers.to(torch.bfloat16).view(torch.uint16).to(torch.int32)
     return table.index_select(0, bits)
 
 

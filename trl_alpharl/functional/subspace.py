@@ -79,6 +79,15 @@ def project_back(basis: Tensor, coordinates: Tensor) -> Tensor:
     return basis @ coordinates
 
 
+def square_sum(tensor: Tensor) -> Tensor:
+    """The squared Frobenius norm, in fp32 and without a copy of the tensor.
+
+    >>> float(square_sum(torch.tensor([[3.0, 4.0]])))
+    25.0
+    """
+    return torch.linalg.vector_norm(tensor, dtype=torch.float32).square()
+
+
 def low_rank_approximate(
     matrix: Tensor, rank: int, generator: torch.Generator | None = None, method: str = "rsvd"
 ) -> Tensor:

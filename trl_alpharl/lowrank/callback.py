@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ..functional.subspace import energy_rank, find_basis, project, project_back
+from ..functional.subspace import energy_rank, find_basis, project, project_back, square_sum
 from ..shapes import projected_dim
 from .config import LowRankConfig
 from .optimizer import LowRankAdamW
@@ -59,7 +59,7 @@ class LowRankGradientCallback(TrainerCallback):
 
     def _approximate(self, item: Planned, index: int, step: int) -> None:
         gradient = item.parameter.grad
-        whole = gradient.float().square().sum()
+        whole = square_sum(gradient)
         if not whole.isfinite():
             self._sums.skipped += 1
             return
@@ -129,7 +129,7 @@ class _Sums:
 
     def add(self, coordinates: Tensor, whole: Tensor) -> None:
         """One approximation: its coordinates (r, n) and the squared norm of the gradient."""
-        self.energies.append((coordinates.square().sum(), whole))
+        self.energies.append((square_sum(coordinates), whole))
         self.ranks.append(len(coordinates))
 
     def flush(self) -> dict[str, float]:

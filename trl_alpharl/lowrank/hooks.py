@@ -21,7 +21,7 @@ class GradientTaker:
     Args: observe, a method of the optimizer that takes the parameter; it is held weakly.
     """
 
-    def __init__(self, observe: Callable[[nn.Parameter], None]) -> None:
+    def __init__(self, observe: Callable[[nn.Parameter], Any]) -> None:
         self._observe = weakref.WeakMethod(observe)
         self._handles: dict[nn.Parameter, Any] = {}
         self.released = False

@@ -18,7 +18,7 @@ from ..functional.moments import (
     update_moments,
 )
 from ..functional.quantize import stochastic_round
-from ..functional.subspace import SUBSPACE_METHODS, energy_rank, project, project_back, see
+from ..functional.subspace import SUBSPACE_METHODS, energy_rank, project, see, square_sum
 from ..shapes import projected_dim, refresh_due, round_up
 from .config import LowRankConfig
 from .storage import fetch, fetch_moments, seeded_generator, store, store_moments, tensor_bytes
@@ -44,7 +44,7 @@ class GradientParts:
 
     parts: in the storage kind of accumulators, `projected` (r, n) and, when the next basis is due, `seen` (d, s), which
         it is found from.
-    sketch: A times random signs (d, w), for the norm.
+    sketch: random signs (w, d) times A, (w, n), for the norm.
     exact_square: the squared norm, while there was one micro-batch only.
     """
 
@@ -92,13 +92,14 @@ class ProjectedMatrix:
         """Take in one micro-batch's gradient, in the weight's shape."""
         if not state:
             self._start(state, step)
-        matrix = self._oriented(gradient)
-        sketch = see(matrix, self._signs(step))
-        fresh = {"projected": project(self._basis(state).to(matrix.dtype), matrix).float()}
+        matrix, basis = self._oriented(gradient), self._basis(state)
+        both = torch.cat([basis, self._signs(step)], dim=1).to(matrix.dtype)  # one pass over the gradient
+        projected, sketch = project(both, matrix).float().split([basis.shape[1], self.config.norm_sketch])
+        fresh = {"projected": projected}
         if self._is_due(state, step):
             fresh["seen"] = see(matrix, self._look(state, step)).float()
         if self.gradient is None:
-            self.gradient = GradientParts({}, sketch, exact_square=gradient.float().square().sum())
+            self.gradient = GradientParts({}, sketch.clone(), exact_square=square_sum(gradient))
         else:
             fresh = {name: part + fetch(self.gradient.parts, name, part.shape) for name, part in fresh.items()}
             self.gradient.sketch += sketch
@@ -159,18 +160,19 @@ class ProjectedMatrix:
         """
         if self.square is None:
             projected = fetch(self.gradient.parts, "projected", (state["rank"], self.n))
-            inside = projected.square().sum()
+            inside = square_sum(projected)
             self.square = self.gradient.exact_square
             if self.square is None:
-                rest = self.gradient.sketch - project_back(self._basis(state), projected @ self._signs(step))
-                self.square = inside + rest.square().sum() / self.config.norm_sketch
+                seen_inside = project(self._signs(step), self._basis(state)) @ projected
+                outside = square_sum(self.gradient.sketch - seen_inside) / self.config.norm_sketch
+                self.square = inside + outside
             self.energies = (inside, self.square)
         return self.square
 
     def update(self, state: dict[str, Any], step: int, hyper: Hyper) -> None:
         """Adam on the projected gradient, the weight's update, and the next basis when it is due."""
         basis = self._basis(state)
-        projected = fetch(self.gradient.parts, "projected", (state["rank"], self.n)) * hyper.clip
+        projected = fetch(self.gradient.parts, "projected", (state["rank"], self.n)).mul_(hyper.clip)
         moments = update_moments(self._moments(state), projected, hyper.betas)
         direction = adam_direction(moments, hyper.eps)
         keep, move = 1 - hyper.lr * hyper.weight_decay, -hyper.lr * self.config.scale
@@ -244,5 +246,5 @@ class ProjectedMatrix:
 
     def _signs(self, step: int) -> Tensor:
         generator = self._generator(step, "norm")
-        shape = (self.n, self.config.norm_sketch)
+        shape = (self.d, self.config.norm_sketch)
         return torch.randint(0, 2, shape, generator=generator, device=generator.device) * 2.0 - 1.0

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..functional.subspace import square_sum
 from ..shapes import low_rank_shape, saves_memory
 from .config import LowRankConfig
 from .distributed import average_tensors, is_distributed, present_anywhere, refuse_sharded
@@ -61,7 +62,7 @@ class LowRankAdamW(torch.optim.Optimizer):
         self._step_supports_amp_scaling = self.accumulates  # then a GradScaler comes to `step`, which refuses it
         self.sent_bytes = 0  # by this process for the last step, with all_reduce: projected
         self.last_norm = torch.zeros(())
-        self.taker = GradientTaker(self._observe)
+        self.taker = GradientTaker(self.observe)
         self._matrices: dict[nn.Parameter, ProjectedMatrix] = {}
         self._indices: dict[nn.Parameter, int] = {}
         self._clip: Tensor | float = 1.0
@@ -93,8 +94,13 @@ class LowRankAdamW(torch.optim.Optimizer):
             raise ValueError("rank_pattern goes by names: make the groups with low_rank_groups(model, config).")
         return self.config.start_rank("", None)
 
-    def _observe(self, parameter: nn.Parameter) -> None:
+    def observe(self, parameter: nn.Parameter) -> bool:
+        """Take in `p.grad` as one micro-batch's gradient, which the hooks do during backward; False when this parameter
+        is not projected."""
+        if parameter not in self._matrices:
+            return False
         self._matrices[parameter].observe(self.state[parameter], self._steps_done, parameter.grad)
+        return True
 
     # The norm
 
@@ -102,7 +108,7 @@ class LowRankAdamW(torch.optim.Optimizer):
     def grad_norm(self) -> Tensor:
         """The norm of the whole gradient at hand, of all parameters; see ProjectedMatrix.square_norm for its error."""
         self._reduce()
-        squares = [p.grad.float().square().sum() for p in self._gradients()]
+        squares = [square_sum(p.grad) for p in self._gradients()]
         squares += [matrix.square_norm(self.state[p], self._steps_done) for p, matrix in self._streamed()]
         if not squares:
             return torch.zeros(())
@@ -154,7 +160,7 @@ class LowRankAdamW(torch.optim.Optimizer):
                 if matrix is None:
                     continue
                 if not self.accumulates and parameter.grad is not None:
-                    self._observe(parameter)
+                    self.observe(parameter)
                 if matrix.gradient is not None:
                     matrix.square_norm(self.state[parameter], step)
                     matrix.update(self.state[parameter], step, hyper)
