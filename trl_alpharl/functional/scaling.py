@@ -65,7 +65,7 @@ def robust_statistics(scores: Tensor, expected: float | None = None) -> tuple[fl
     low, center, high = torch.quantile(exact, torch.tensor([0.25, 0.5, 0.75], dtype=exact.dtype, device=exact.device))
     scale = (high - low) / _IQR_OF_NORMAL
     deviations = exact - center
-    if scale > 0:
+    if scale > torch.finfo(torch.float32).eps * deviations.abs().mean():  # below it is rounding of equal scores
         deviations = deviations.clamp(-_FARTHEST * scale, _FARTHEST * scale)
     wide = _ABSOLUTE_DEVIATION_OF_NORMAL * deviations.abs().mean()
     believed = expected is not None and _comparable(float(scale), expected)
