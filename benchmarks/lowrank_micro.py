@@ -8,7 +8,8 @@ optimizer  LowRankAdamW over foreach AdamW on all weights, the projection of gra
 one
            that renews every basis.
 norm       error of the estimated gradient norm after several micro-batches.
-exchange   two processes over gloo: bytes a step and evaluation loss with full, PowerSGD and projected gradients.
+exchange   two processes over gloo: bytes a step and evaluation loss with full, PowerSGD and projected gradients; the
+           last under LowRankAdamW at its own learning rate, so its loss is no comparison with the others'.
 
 Without --model, benchmarks/get_smollm2.py makes SmolLM2-135M-Instruct (dequantised from 4 bits). Gradients are policy
 gradients with normal advantages over the embedded corpus, in fp32. Ratios are taken inside one process, interleaved;
@@ -43,6 +44,7 @@ from trl_alpharl.lowrank.distributed import PowerSGD
 from trl_alpharl.lowrank.optimizer import LowRankAdamW
 
 RANKS = (16, 64, 128)
+RANK = 64  # of the optimizer's arms
 MICRO_BATCHES, ROWS = 4, 4
 
 
@@ -97,10 +99,11 @@ def timed(work: Callable[[], Any]) -> tuple[Any, float]:
 
 def methods(model: nn.Module, corpus: Corpus, short: bool) -> list[dict[str, Any]]:
     """One row a method and rank."""
-    layers = ("model.layers.14.",) if short else ("model.layers.2.", "model.layers.14.", "model.layers.28.")
+    depth = model.config.num_hidden_layers
+    layers = tuple(f"layers.{i}." for i in ((depth // 2,) if short else (depth // 15, depth // 2, depth - 2)))
     parts = list(gradients(model, corpus, 2 * MICRO_BATCHES))
     first, second = ({name: sum(part[name] for part in half) for name in parts[0]} for half in (parts[:4], parts[4:]))
-    chosen = [name for name in first if name.startswith(layers) and first[name].ndim == 2]
+    chosen = [name for name in first if any(layer in name for layer in layers) and first[name].ndim == 2]
     rows = []
     for rank in RANKS[:2] if short else RANKS:
         seen: dict[str, list[tuple[float, float, float]]] = {name: [] for name in SUBSPACE_METHODS}
@@ -178,7 +181,7 @@ def optimizer(model: nn.Module, corpus: Corpus, short: bool) -> list[dict[str, A
 
 
 def _low_rank(model: nn.Module, **changes: Any) -> LowRankAdamW:
-    arm = LowRankAdamW(model.parameters(), lr=1e-6, config=LowRankConfig(rank=64, **changes))
+    arm = LowRankAdamW(model.parameters(), lr=1e-6, config=LowRankConfig(rank=RANK, **changes))
     arm.taker.release()  # gradients are handed over, one arm after the other
     return arm
 
@@ -258,7 +261,7 @@ def _train(rank: int, port: int, folder: str, arm: str, steps: int, out: str) ->
     wrapped = nn.parallel.DistributedDataParallel(model)
     power_sgd = PowerSGD(wrapped, rank=16) if arm == "powersgd" else None
     if arm == "projected":
-        config = LowRankConfig(rank=64, all_reduce="projected")
+        config = LowRankConfig(rank=RANK, all_reduce="projected")
         learner: Any = LowRankAdamW(model.parameters(), lr=1.5e-4, config=config, max_grad_norm=1.0)
     else:
         learner = torch.optim.AdamW(model.parameters(), lr=3e-5)

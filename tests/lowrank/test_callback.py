@@ -168,3 +168,9 @@ def test_the_optimizer_by_class_and_kwargs_clips_to_the_trainer_s_norm_and_logs_
     moved = {limit: (end - start["model.layers.0.mlp.up_proj.weight"]).norm() for limit, end in ends.items()}
     assert moved[1e-6] < 0.01 * moved[1e6]
     assert logs[1e6][0]["grad_norm"] > 0.1 and logs[1e6][0]["lowrank/rank"] == 4
+
+
+def test_the_logger_notices_another_optimizer(trainer):
+    """Trap A5."""
+    with pytest.raises(RuntimeError, match=r"^LowRankLogger belongs to LowRankAdamW, but the trainer uses AdamW"):
+        trainer([LowRankLogger()]).train()

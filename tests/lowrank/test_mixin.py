@@ -167,26 +167,3 @@ def test_gradients_that_stay_are_clipped_by_the_trainer_itself(run, model):
     assert min(logged(trainer, "grad_norm")) > 0.1
     scaled = run(LowRankConfig(rank=2, update="scaled", refresh="random"), max_steps=2)
     assert logged(scaled, "loss")[-1] < logged(scaled, "loss")[0] + 1
-
-
-def test_trl_s_sft_trainer_takes_the_mixin(model, tokenizer, tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    class LowRankSFTTrainer(LowRankMixin, SFTTrainer):
-        pass
-
-    args = SFTConfig(
-        output_dir=str(tmp_path),
-        max_steps=2,
-        logging_steps=1,
-        use_cpu=True,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-    )
-    rows = Dataset.from_dict({"text": ["w5 w6 w7 w8 w9"] * 16})
-    trainer = LowRankSFTTrainer(model, args, train_dataset=rows, processing_class=tokenizer, low_rank=CONFIG)
-    trainer.train()
-    assert logged(trainer, "lowrank/rank") == [8.0] * 2

@@ -112,4 +112,4 @@ def test_arguments_under_which_it_would_train_wrong(model, tmp_path):
 
 def test_nothing_to_project_is_said(model):
     config = LowRankConfig(rank=4000)
-    assert "nothing is projected. Not projected: 16 matrices too small" in describe(plan(model, config), config)
+    assert "nothing is projected. Not projected: 16 too small" in describe(plan(model, config), config)

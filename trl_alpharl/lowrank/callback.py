@@ -107,7 +107,17 @@ class LowRankRelease(TrainerCallback):
 class LowRankLogger(LowRankRelease):
     """The companion of `LowRankAdamW` where `optimizer_cls_and_kwargs` brought it in: it logs the optimizer's
     statistics and, as `grad_norm`, the norm of the whole gradient (transformers sees the part that is not projected),
-    and lets go of the gradients at the end. `LowRankMixin` needs none of it."""
+    and lets go of the gradients at the end. `LowRankMixin` needs none of it.
+
+    Raises RuntimeError at the start of training when another optimizer is in use."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """See that the optimizer is in use."""
+        if not isinstance(_unwrap(optimizer), LowRankAdamW):
+            raise RuntimeError(
+                f"LowRankLogger belongs to LowRankAdamW, but the trainer uses {type(_unwrap(optimizer)).__name__}."
+            )
+        super().on_train_begin(args, state, control, optimizer, **kwargs)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, optimizer: Any = None, **kwargs: Any

@@ -21,7 +21,7 @@ _VECTOR, _LORA, _SMALL, _LEFT_OUT = "vectors", "LoRA factors", "matrices", "left
 _WHY = {
     _VECTOR: "{count} that are no matrices",
     _LORA: "{count} LoRA factors of rank up to 64 (low-rank moments lose there; plain_storage: 8bit saves)",
-    _SMALL: "{count} matrices too small for the rank (it saves nothing there)",
+    _SMALL: "{count} too small for the rank (it saves nothing there)",
     _LEFT_OUT: "{count} with rank 0 in rank_pattern",
 }
 
