@@ -227,3 +227,33 @@ def test_a_parameter_moved_to_another_group_is_projected_on(network, exact, trai
     train(model, optimizer, range(2))
     assert torch.equal(model.second.weight.detach(), before)
     assert isinstance(optimizer._matrices[moved[0]], ProjectedMatrix) and model.second.weight.grad is None
+
+
+def test_sparse_gradients_are_refused_in_one_line(exact):
+    embedding = nn.Embedding(90, 64, sparse=True)
+    optimizer = LowRankAdamW(embedding.parameters(), config=exact())
+    with pytest.raises(RuntimeError, match=r"^a gradient is sparse; low rank needs dense ones"):
+        embedding(torch.tensor([3])).sum().backward()
+    assert optimizer.skipped_steps == 0
+
+
+def test_frozen_parameters_are_left_alone(network, exact, train):
+    model = network()
+    model.first.weight.requires_grad_(False)
+    optimizer = LowRankAdamW(model.parameters(), config=exact())
+    before = model.first.weight.clone()
+    train(model, optimizer, range(2))
+    assert torch.equal(model.first.weight, before) and list(optimizer._matrices) == [model.second.weight]
+
+
+def test_the_energy_policy_does_not_see_the_clip(network, exact, train):
+    ranks = []
+    for limit in (1e-3, 1e9):
+        model = network()
+        config = exact(rank=24, rank_policy="energy", energy=0.8, rank_min=4, rank_max=40, update_gap=1)
+        optimizer = LowRankAdamW(model.parameters(), lr=1e-9, config=config, max_grad_norm=limit)
+        ranks.append([])
+        for step in range(6):
+            train(model, optimizer, [step])
+            ranks[-1] += [optimizer.state[weight]["rank"] for weight in (model.first.weight, model.second.weight)]
+    assert ranks[0] == ranks[1] and len(set(ranks[0])) > 1

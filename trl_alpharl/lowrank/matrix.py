@@ -98,14 +98,17 @@ class ProjectedMatrix:
         fresh = {"projected": projected}
         if self._is_due(state, step):
             fresh["seen"] = see(matrix, self._look(state, step)).float()
+        kind = self.config.accumulator_storage
         if self.gradient is None:
-            self.gradient = GradientParts({}, sketch.clone(), exact_square=square_sum(gradient))
+            # In fp32 both stay parts of one product; else the sketch alone would keep the whole of it alive.
+            sketch = sketch if kind == "fp32" else sketch.clone()
+            self.gradient = GradientParts({}, sketch, exact_square=square_sum(gradient))
         else:
-            fresh = {name: part + fetch(self.gradient.parts, name, part.shape) for name, part in fresh.items()}
+            fresh = {name: fetch(self.gradient.parts, name, part.shape).add_(part) for name, part in fresh.items()}
             self.gradient.sketch += sketch
             self.gradient.exact_square = None
         for name, part in fresh.items():
-            store(self.gradient.parts, name, part, self.config.accumulator_storage)
+            store(self.gradient.parts, name, part, kind)
             self.gradient.parts[f"{name}_columns"] = part.shape[1]
         self.square = None
 
@@ -128,8 +131,7 @@ class ProjectedMatrix:
         """The look for the next basis, the same in every micro-batch of a step."""
         first = self._is_first(state)
         rows = None if first else self._moments(state).mean
-        # Every matrix looks in the first step: `power` keeps a few columns then, other methods up to the whole
-        # gradient.
+        # All matrices look in the first step: `power` keeps a few columns of each, other methods up to everything.
         look = SUBSPACE_METHODS["power" if first else self.method].look
         return look(self.n, self._greatest_next_rank(state, step), self._generator(step, "look"), rows)
 
@@ -208,15 +210,16 @@ class ProjectedMatrix:
         return resize_moments(moments, rank)
 
     def _next_rank(self, state: dict[str, Any], step: int) -> int:
-        """The schedule's rank; under the energy policy the one that holds the share asked for, when it differs
-        enough."""
+        """The schedule's rank; under the energy policy the one that holds the share, where it differs enough."""
         greatest = self._greatest_next_rank(state, step)
         if self.config.rank_policy != "energy" or self._is_first(state):
             return greatest
-        total = self.square_norm(state, step)
-        projected = fetch(self.gradient.parts, "projected", (state["rank"], self.n))
-        energies = torch.linalg.eigvalsh(projected @ projected.T).flip(0)
-        enough = energy_rank(energies, total, self.config.energy)
+        inside, whole = self.energies
+        projected = fetch(
+            self.gradient.parts, "projected", (state["rank"], self.n)
+        )  # clipped or not: only ratios count
+        spectrum = torch.linalg.eigvalsh(projected @ projected.T).flip(0)
+        enough = energy_rank(inside * spectrum / spectrum.sum(), whole, self.config.energy)
         wanted = greatest if enough is None else max(self.config.rank_min, round_up(enough, 8))
         moved = abs(wanted - state["rank"]) > _SMALLEST_MOVE * state["rank"]
         return min(wanted, greatest) if moved else state["rank"]

@@ -34,14 +34,14 @@ class LowRankAdamW(torch.optim.Optimizer):
         lr: about 6 times AdamW's at rank 64, times sqrt(64 / rank).
         betas, eps, weight_decay: as in torch's AdamW; the decay comes before the step.
         config: LowRankConfig. None: its defaults.
-        max_grad_norm: clip the global norm in `step`. None: `clip_grad_norm_` is called by the trainer, or nothing
-        clips. steps_per_rollout: bases are renewed only in the last of so many steps.
+        max_grad_norm: clip the global norm in `step`. None: the trainer calls `clip_grad_norm_`, or nothing clips.
+        steps_per_rollout: bases are renewed only in the last of so many steps.
 
     Call `step` for every optimizer step, also for one without gradients: the count of steps follows it. A step whose
     gradient is not finite changes nothing and is counted in `skipped_steps`.
 
-    Raises ValueError for parameters that it cannot project: sharded by FSDP or ZeRO, or flattened; RuntimeError under
-    an fp16 GradScaler, which cannot unscale what the hooks took.
+    Raises ValueError for parameters that it cannot project: sharded by FSDP or ZeRO, or flattened; RuntimeError for
+    sparse gradients, and under an fp16 GradScaler, which cannot unscale what the hooks took.
     """
 
     def __init__(
@@ -99,6 +99,8 @@ class LowRankAdamW(torch.optim.Optimizer):
         is not projected."""
         if parameter not in self._matrices:
             return False
+        if parameter.grad.layout != torch.strided:
+            raise RuntimeError("a gradient is sparse; low rank needs dense ones: nn.Embedding(sparse=False).")
         self._matrices[parameter].observe(self.state[parameter], self._steps_done, parameter.grad)
         return True
 
@@ -154,7 +156,7 @@ class LowRankAdamW(torch.optim.Optimizer):
             plain = {p: self._indices[p] for p in group["params"] if p not in self._matrices and p.grad is not None}
             update_plain(plain, self.state, group, self.config)
             clip = self._clip if self.accumulates else 1.0  # p.grad is clipped in place
-            hyper = Hyper(group["lr"], group["betas"], group["eps"], group["weight_decay"], clip)
+            hyper = Hyper(float(group["lr"]), group["betas"], group["eps"], group["weight_decay"], clip)
             for parameter in group["params"]:
                 matrix = self._matrices.get(parameter)
                 if matrix is None:
@@ -273,7 +275,7 @@ class LowRankAdamW(torch.optim.Optimizer):
 
 def is_projected(parameter: nn.Parameter, rank: int, side: str, in_dim: int) -> bool:
     """Whether a parameter is a matrix that a projection of this rank makes smaller."""
-    if parameter.ndim != 2 or not parameter.is_floating_point() or rank == 0:
+    if parameter.ndim != 2 or not parameter.is_floating_point() or not parameter.requires_grad or rank == 0:
         return False
     return saves_memory(low_rank_shape(tuple(parameter.shape), rank, side, in_dim))
 
