@@ -16,6 +16,7 @@ def reasons(model, config):
 
 
 def test_one_line_says_what_is_projected_and_why_the_rest_is_not(model, caplog):
+    """Case 37: with the counts."""
     with caplog.at_level(logging.WARNING):
         low_rank_groups(model, LowRankConfig(rank=8, rank_pattern={"lm_head": 0, "embed": 4}))
     (line,) = caplog.messages

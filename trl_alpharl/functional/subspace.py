@@ -108,23 +108,31 @@ def low_rank_approximate(
 
 
 def leading_directions(seen: Tensor, rank: int, generator: torch.Generator) -> Tensor:
-    """The leading left singular vectors (d, rank) of a matrix (d, s), by QR and a small SVD.
+    """The leading left singular vectors (d, rank) of a matrix (d, s), orthonormal whatever it holds.
 
-    Householder QR gives orthonormal columns for any finite input; one-pass Cholesky-QR does not (measured: up to eleven
-    times the optimal error after a power step). Directions that rounding made, below 1e-5 of the first, give way to
-    random ones: else the order in which gradients were summed would choose them.
+    By the small Gram matrix in fp64 and a last Householder QR; one-pass Cholesky-QR in fp32 is not safe here (measured:
+    up to eleven times the optimal error after a power step). Directions that rounding made, below 1e-5 of the first,
+    give way to random ones: else the order in which gradients were summed would choose them.
 
     >>> leading_directions(torch.tensor([[0.0, 0.0], [0.0, 9.0]]), 1, torch.Generator()).abs().tolist()
     [[0.0], [1.0]]
     """
-    orthonormal, triangle = torch.linalg.qr(seen)
-    inner, values, _ = torch.linalg.svd(triangle, full_matrices=False)
-    found = orthonormal @ inner[:, :rank]
-    real = torch.zeros(rank, dtype=torch.bool, device=seen.device)
-    real[: found.shape[1]] = values[:rank] > _ROUNDING * values[:1]
-    fill = _gaussian(len(seen), rank, generator, seen)
-    fill[:, : found.shape[1]] = torch.where(real[: found.shape[1]], found, fill[:, : found.shape[1]])
-    return torch.linalg.qr(fill)[0]
+    found = _principal(seen)[:, :rank]
+    if found.shape[1] < rank:
+        fill = _gaussian(len(seen), rank - found.shape[1], generator, found)
+        found = torch.cat([found, fill], dim=1)
+    return torch.linalg.qr(found)[0]
+
+
+def _principal(matrix: Tensor) -> Tensor:
+    """Left singular vectors (d, r), leading first, of a matrix (d, s) without those that rounding made; in fp32 and
+    nearly orthonormal, the less the smaller their singular value."""
+    wide = matrix.shape[0] < matrix.shape[1]
+    factor = matrix.T.double() if wide else matrix.double()
+    energies, vectors = torch.linalg.eigh(factor.T @ factor)
+    real = (energies > _ROUNDING**2 * energies[-1:]).flip(0)
+    energies, vectors = energies.flip(0)[real], vectors.flip(1)[:, real]
+    return (vectors if wide else factor @ (vectors / energies.sqrt())).to(matrix.dtype)
 
 
 def randomized_range(matrix: Tensor, columns: int, generator: torch.Generator, power_iterations: int = 1) -> Tensor:
@@ -174,8 +182,8 @@ def _look_along_rows(n: int, rank: int, generator: torch.Generator, rows: Tensor
     """Warm: the directions (n, rank) of the rows, and spare random ones. Cold: random ones alone."""
     if rows is None:
         return _gaussian(n, rank + SPARE_COLUMNS, generator, None) / n**0.5
-    warm = leading_directions(rows.T, len(rows), generator)
-    spare = max(0, rank - len(rows)) + SPARE_COLUMNS
+    warm = _principal(rows.T)
+    spare = max(0, rank - warm.shape[1]) + SPARE_COLUMNS
     return torch.cat([warm, _gaussian(n, spare, generator, None) / n**0.5], dim=1)
 
 
