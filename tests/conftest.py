@@ -13,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True)  # a red run can be repeated
+settings.load_profile("ci" if os.environ.get("CI") else "any machine")
 
 VOCAB = 64
 PAD, EOS = 0, 1
