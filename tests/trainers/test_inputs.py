@@ -307,3 +307,19 @@ def test_the_critics_own_parameters_get_their_own_learning_rate(trainer):
     assert rates.pop(id(run.model.value_head.weight)) == 1e-2
     assert set(rates.values()) == {1e-3}
     assert len(rates) == len(list(run.policy_model.parameters()))
+
+
+@pytest.mark.parametrize("engine", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_an_engine_that_only_the_launcher_chose_is_refused(trainer, monkeypatch, engine):
+    from transformers import Trainer
+
+    made = Trainer.__init__
+
+    def launched(self, *args, **kwargs):
+        made(self, *args, **kwargs)
+        setattr(self, engine, True)
+
+    monkeypatch.setattr(Trainer, "__init__", launched)
+    monkeypatch.setattr("trl_alpharl.trainers.ppo_trainer.PPOTrainer._send_telemetry", lambda self: None)
+    with pytest.raises(ValueError, match="FSDP and DeepSpeed are not supported"):
+        trainer()

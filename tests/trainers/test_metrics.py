@@ -276,3 +276,11 @@ def test_lr_is_the_next_steps_and_learning_rate_the_last_ones(trainer):
     run.train()
     rates = [SimpleNamespace(next=entry["lr"], last=entry["learning_rate"]) for entry in logged(run)]
     assert [rate.last for rate in rates] == [1e-3, 5e-4] and [rate.next for rate in rates] == [5e-4, 0.0]
+
+
+def test_sums_that_a_checkpoint_brought_back_meet_those_of_the_device():
+    """A resumed run on an accelerator: saved pairs are plain numbers, new ones live on the device."""
+    sums = MetricSums()
+    sums.load_state_dict({"loss": [2.0, 1.0]})
+    sums.add("loss", torch.tensor(1.0, device="meta"))
+    assert sums._sums["loss"].device.type == "meta"

@@ -170,3 +170,13 @@ def test_a_run_of_other_sizes_does_not_resume(start, trainer, model, tmp_path, c
     other = trainer(**{"num_mini_batches": 2, "kl_target": 0.5, "kl_horizon": 50, "total_episodes": 8, **change})
     with pytest.raises(ValueError, match=message):
         other.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-2"))
+
+
+def test_a_finished_run_stays_finished(trainer, model, tmp_path):
+    first = trainer(model=copy.deepcopy(model), save_strategy="steps", save_steps=4, max_steps=4)
+    first.train()
+    again = trainer(model=copy.deepcopy(model), max_steps=4)
+    again.train(resume_from_checkpoint=str(tmp_path / "run/checkpoint-4"))
+    assert again.state.global_step == 4
+    pairs = zip(first.model.parameters(), again.model.parameters())
+    assert all(torch.equal(before, after) for before, after in pairs)
