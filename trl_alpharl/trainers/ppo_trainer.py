@@ -236,6 +236,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
                 completion_ids=chunk.completion_ids,
                 temperature=self.args.temperature,
                 want=want,
+                entropy_grad=self.entropy_learns(),
             )
         loss, sums = self.value_loss(stats, chunk, experience, tokens)
         loss = self.args.vf_coef * loss

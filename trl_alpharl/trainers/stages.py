@@ -154,6 +154,10 @@ class PPOStages:
         """Whether the next step trains the policy, or the critic alone."""
         return self.state.global_step >= self.args.critic_warmup_steps
 
+    def entropy_learns(self) -> bool:
+        """Whether `policy_loss` differentiates the entropies: their slopes are then made with the log-probs'."""
+        return False
+
     def policy_loss(
         self,
         stats: TokenStats,
