@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from trl_alpharl.roles.fused_lora import fuse_lora
+from trl_alpharl.roles.fused_lora import fuse_layers
 
 
 class Two(nn.Module):
@@ -28,7 +28,7 @@ def pair(dtype=torch.float32, **changes):
         if "lora_B" in name:
             nn.init.normal_(parameter)
     ours = copy.deepcopy(theirs)
-    fused = fuse_lora(ours)
+    fused = fuse_layers(ours)
     return theirs, ours, fused
 
 

@@ -15,7 +15,7 @@ from ..functional.logps import chunked_logps_and_entropy
 from ..records import TokenChunk, TokenStats
 from . import adapters
 from .backbone import FullPrecisionHead, check_head, decoder_of, hidden_states, take_positions, unwrap_peft
-from .fused_lora import fuse_lora
+from .fused_lora import fuse_layers
 from .prepare import (
     disable_dropout,
     first_bad_parameter,
@@ -62,7 +62,8 @@ class ActorCritic(TrainerFace, nn.Module):
         critic_detach: bool = False,
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
-        fuse: bool = True,
+        fuse_lora: bool = True,
+        merge_in_rollouts: bool = True,
     ) -> None:
         super().__init__()
         for name, model in (("model", policy), ("ref_model", reference), ("value_model", value_model)):
@@ -91,8 +92,9 @@ class ActorCritic(TrainerFace, nn.Module):
             self._check_full_policy(model_adapter_name, ref_adapter_name)
         if value_model is not None:
             adapters.let_critic_learn(value_model)
-        if fuse:
-            fuse_lora(policy)
+        self.merge_in_rollouts = merge_in_rollouts
+        if fuse_lora:
+            fuse_layers(policy)
         self.switch = adapters.RoleSwitch(policy)
         self.switch.use(self.adapters["policy"])
         if reference is None and not isinstance(policy, PeftModel):

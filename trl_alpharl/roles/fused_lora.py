@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 
-def fuse_lora(model: nn.Module) -> int:
+def fuse_layers(model: nn.Module) -> int:
     """Let LoRA layers over plain linear weights run as one operation; returns how many do. The adapters' parameters,
     PEFT's switches, merging and saving are untouched; what the operation does not cover goes PEFT's way: quantized
     weights, DoRA and other variants, dropout, several adapters at once, weights of another dtype than the input's."""

@@ -1,17 +1,38 @@
-"""The policy's weights as a model without adapters has them, for an engine that samples from a copy of its own."""
+"""The policy's weights as a model without adapters has them: for rollouts, and for an engine with a copy of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 
 from .backbone import unwrap_peft
 from .prepare import is_quantized
+
+
+def mergeable(policy: nn.Module) -> bool:
+    """Whether an adapter's every part can be added to a weight that nothing else uses. Not to quantized weights: they
+    would be rounded anew."""
+    tuned = [m for m in policy.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    if is_quantized(policy) or not all(type(layer) is Linear for layer in tuned):
+        return False
+    tied = unwrap_peft(policy).get_input_embeddings().weight
+    return all(layer.base_layer.weight is not tied and not any(layer.lora_bias.values()) for layer in tuned)
+
+
+@contextmanager
+def merged_adapter(policy: nn.Module, adapter: str) -> Iterator[None]:
+    """All layers with the adapter in their weights: one matrix product instead of three, for as long as nothing
+    learns. The weights themselves are not written to, so nothing drifts; the sums are a copy of the adapted layers."""
+    with ExitStack() as stack:
+        for layer in [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]:
+            stack.enter_context(_merged(layer, adapter))
+        yield
 
 
 class MergedPolicy(nn.Module):

@@ -148,6 +148,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
         args, tokenizer = self.args, self.processing_class
         embedded = self.policy_model.get_input_embeddings().weight.shape[0]
         self.tokenize_prompts.num_embeddings = embedded
+        self.model.fit_to_device(self.accelerator.device)
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)  # a [PAD] that a script added may lie past the end
         self.sampling = Sampling(
             response_length=args.response_length,
