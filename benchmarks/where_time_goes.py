@@ -12,8 +12,10 @@ that of benchmarks/vs_trl.py.
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,9 +62,9 @@ class Profiled:
         return result
 
 
-def measure(work: Work) -> dict[str, Any]:
+def measure(work: Work, folder: Path) -> dict[str, Any]:
     """Floors, seconds, peaks, kinds and what lies in memory."""
-    trainer = build(work)
+    trainer = build(work, folder)
     update(trainer, lambda stage, run: run())
     rollout = update(trainer, lambda stage, run: run())
     measured = trainer.clock.updates[-1]
@@ -142,7 +144,8 @@ def main(words: list[str] | None = None) -> None:
         torch.set_num_threads(1)
     work = work_of(options, options.variant, updates=2)
     machine = describe_machine(core)
-    found = measure(work)
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(work, Path(folder))
     rates = Rates(**found["rates"])
     print(f"{machine['processor']}, core {'all' if core is None else core}; load {machine['load_before']:.1f} before")
     print(f"{options.variant}, {describe(work)}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -99,13 +98,13 @@ def last_token_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[fl
     return [float(ids[-1] % REWARD_MODULUS) for ids in completion_ids]
 
 
-def build(work: Work, trainer: type[ClockedPPOTrainer] = ClockedPPOTrainer) -> ClockedPPOTrainer:
-    """The trainer of a work, before its first step."""
+def build(work: Work, folder: Path, trainer: type[ClockedPPOTrainer] = ClockedPPOTrainer) -> ClockedPPOTrainer:
+    """The trainer of a work, before its first step; what it writes goes to `folder`."""
     rows = len(work.prompts)
     tokenizer = models.load_tokenizer(work)
     own = {} if work.lora_top_layers is None else {"lora_top_layers": work.lora_top_layers}
     args = PPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(folder),
         use_cpu=work.device == "cpu",
         per_device_train_batch_size=work.micro_batch,
         gradient_accumulation_steps=rows // work.micro_batch,
@@ -142,13 +141,14 @@ def build(work: Work, trainer: type[ClockedPPOTrainer] = ClockedPPOTrainer) -> C
 
 def main(kind: str, work_file: str, result_file: str) -> None:
     """Run the work and write what the clock saw, or the token."""
-    trainer = build(Work.read(Path(work_file)), SupervisedTrainer if kind == "sft" else ClockedPPOTrainer)
+    work, result = Work.read(Path(work_file)), Path(result_file)
+    trainer = build(work, result.parent / "run", SupervisedTrainer if kind == "sft" else ClockedPPOTrainer)
     if kind == "ending":
         sampled = trainer.rollout(0).completion_ids.tolist()
-        Path(result_file).write_text(json.dumps({"stop_token_id": ending_token(sampled)}))
+        result.write_text(json.dumps({"stop_token_id": ending_token(sampled)}))
         return
     trainer.train()
-    write_result(Path(result_file), trainer.clock)
+    write_result(result, trainer.clock)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,12 +60,12 @@ def put_on_clock(trainer: PPOTrainer, clock: PhaseClock, work: Work) -> None:
     trainer.add_callback(_EndOfUpdate(clock))
 
 
-def build(work: Work) -> PPOTrainer:
-    """The trainer of a work, before its first step."""
+def build(work: Work, folder: Path) -> PPOTrainer:
+    """The trainer of a work, before its first step; what it writes goes to `folder`."""
     rows = len(work.prompts)
     tokenizer = models.load_tokenizer(work)
     args = PPOConfig(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(folder),
         use_cpu=work.device == "cpu",
         bf16=work.device == "cuda",
         per_device_train_batch_size=work.micro_batch,
@@ -102,12 +101,12 @@ def build(work: Work) -> PPOTrainer:
 
 def main(work_file: str, result_file: str) -> None:
     """Run the work and write what the clock saw."""
-    work = Work.read(Path(work_file))
-    trainer = build(work)
+    work, result = Work.read(Path(work_file)), Path(result_file)
+    trainer = build(work, result.parent / "run")
     clock = PhaseClock(work.device)
     put_on_clock(trainer, clock, work)
     trainer.train()
-    write_result(Path(result_file), clock)
+    write_result(result, clock)
 
 
 if __name__ == "__main__":
