@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -127,6 +127,98 @@ def config(tmp_path) -> Callable:
         return PPOConfig(**{**values, **changes})
 
     return make
+
+
+class FakeVLLM:
+    """`VLLMGeneration` in small: a copy of the model, loaded by name and filled by name, that draws from the process's
+    own generators, as an engine in one process does."""
+
+    engines: ClassVar[list] = []
+
+    def __init__(
+        self,
+        model,
+        accelerator,
+        processing_class,
+        mode="colocate",
+        structured_outputs_regex=None,
+        server_base_url=None,
+        server_host="0.0.0.0",
+        server_port=8000,
+        server_timeout=240.0,
+        group_port=51216,
+        tensor_parallel_size=1,
+        gpu_memory_utilization=0.9,
+        max_model_length=None,
+        max_num_seqs=None,
+        enable_sleep_mode=False,
+        model_impl="auto",
+        trust_remote_code=False,
+        repetition_penalty=1.0,
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        min_p=0.0,
+        max_completion_length=16,
+        logprobs=0,
+        generation_kwargs=None,
+    ):
+        from transformers import AutoModelForCausalLM, set_seed
+
+        self.settings = {name: value for name, value in locals().items() if name != "self"}
+        self.model, self.temperature, self.length = model, temperature, max_completion_length
+        self.stops = set(generation_kwargs["stop_token_ids"])
+        self.context = max_model_length or 10**9
+        self.own = AutoModelForCausalLM.from_pretrained(model.name_or_path).requires_grad_(False).eval()
+        for weight in self.own.parameters():
+            weight.zero_()  # what was never sent is not there
+        self.calls: list[str] = []
+        set_seed(0)
+        FakeVLLM.engines.append(self)
+
+    def sync_weights(self):
+        self.calls.append("sync")
+        sent = dict(self.model.named_parameters())
+        own = dict(self.own.named_parameters())
+        assert sent.keys() == own.keys()
+        for name, weight in self.model.named_parameters():
+            own[name].copy_(weight.data)
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        assert images is None and num_generations == 1
+        self.calls.append("generate")
+        answers = [self._answer(list(prompt)) for prompt in prompts]
+        tokens, logps = ([answer[part] for answer in answers] for part in (0, 1))
+        return prompts, tokens, logps, [[[token] for token in row] for row in tokens]
+
+    def _answer(self, prompt):
+        tokens, logps = [], []
+        while len(tokens) < min(self.length, self.context - len(prompt)):
+            scores = self.own(input_ids=torch.tensor([prompt + tokens])).logits[0, -1].float() / self.temperature
+            token = int(torch.multinomial(scores.softmax(-1), 1))
+            tokens.append(token)
+            logps.append([float(scores.log_softmax(-1)[token])])
+            if token in self.stops:
+                break
+        return tokens, logps
+
+
+@pytest.fixture
+def fake_vllm(monkeypatch) -> type:
+    """`FakeVLLM` in the place of TRL's class; its `engines` are those that were started."""
+    for door in ("rollout.vllm", "trainers.engine"):
+        monkeypatch.setattr(f"trl_alpharl.{door}.vllm_generation", lambda: FakeVLLM)
+    monkeypatch.setattr(FakeVLLM, "engines", [])
+    return FakeVLLM
+
+
+@pytest.fixture
+def named_model(model, tmp_path) -> Any:
+    """The tiny policy as it comes from a folder, whose name it knows."""
+    from transformers import LlamaForCausalLM
+
+    model.save_pretrained(tmp_path / "policy")
+    return LlamaForCausalLM.from_pretrained(tmp_path / "policy", dtype=torch.float32)
 
 
 @pytest.fixture

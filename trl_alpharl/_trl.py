@@ -27,3 +27,12 @@ get_peft_config = _take("trl", "get_peft_config")
 get_quantization_config = _take("trl", "get_quantization_config")
 is_conversational = _take("trl", "is_conversational")
 apply_chat_template = _take("trl", "apply_chat_template")
+
+
+def vllm_generation() -> Any:
+    """TRL's `VLLMGeneration`, taken when a run asks for it: its module imports vLLM. ImportError without that."""
+    if not _take("trl.import_utils", "is_vllm_available")():
+        raise ImportError(
+            "use_vllm is set, but vLLM is not installed: pip install 'trl[vllm]', or set use_vllm to false."
+        )
+    return _take("trl.generation.vllm_generation", "VLLMGeneration")

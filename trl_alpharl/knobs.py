@@ -70,6 +70,25 @@ class PPOKnobs:
         10, "Tables of sample completions printed over the run; needs an eval dataset. 0: none."
     )
 
+    # vLLM
+    use_vllm: bool = _knob(False, "Sample rollouts by vLLM. Evaluation and sample tables stay with transformers.")
+    vllm_mode: Literal["colocate", "server"] = _knob(
+        "colocate", "colocate: an engine in this process, on the same GPU. server: one that runs elsewhere."
+    )
+    vllm_gpu_memory_utilization: float = _knob(0.3, "colocate: share of the GPU's memory for vLLM.")
+    vllm_max_model_length: int | None = _knob(
+        None,
+        "colocate: most tokens of prompt and completion together. None: the model's own context, as vLLM reads it.",
+    )
+    vllm_tensor_parallel_size: int = _knob(1, "colocate: processes, a GPU each, that share one engine.")
+    vllm_enable_sleep_mode: bool = _knob(
+        False, "colocate: free vLLM's memory between rollouts; waking it takes time at each."
+    )
+    vllm_server_host: str = _knob("0.0.0.0", "server: its host.")
+    vllm_server_port: int = _knob(8000, "server: its port.")
+    vllm_server_timeout: float = _knob(240.0, "server: seconds to wait until it is up.")
+    vllm_group_port: int = _knob(51216, "server: port by which weights are sent; another for each run on a machine.")
+
     # Reward
     reward_weights: list[float] | None = _knob(None, "Weight of each reward, in order. None: 1 each.")
     missing_eos_penalty: float | None = _knob(

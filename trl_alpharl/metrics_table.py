@@ -25,6 +25,9 @@ METRICS: dict[str, Metric] = {
         "KL to the reference summed over a completion, by kl_estimator, mean over completions", "nats"
     ),
     "objective/entropy": Metric("minus the log-prob of the sampled tokens, summed over a completion, mean", "nats"),
+    "objective/engine_entropy": Metric(
+        "objective/entropy by the log-probs of the engine that sampled (use_vllm); the two should be equal", "nats"
+    ),
     "objective/non_score_reward": Metric("KL penalty summed over a completion, mean over completions", "reward"),
     "objective/rlhf_reward": Metric("objective/scores + objective/non_score_reward", "reward"),
     "objective/kl_coef": Metric("coefficient of the KL penalty", "reward/nat"),

@@ -47,7 +47,7 @@ ROOMS = {
         in_one_file={**dict.fromkeys(("torch", "transformers", "peft"), "model.py"), "vaderSentiment": "sentiment.py"},
     ),
     "_trl": Room("", "trl"),
-    "rollout": Room("records functional shapes _trl", "torch transformers"),
+    "rollout": Room("records functional shapes _trl", "torch transformers numpy", in_one_file={"numpy": "vllm.py"}),
     "roles": Room("records functional units", "torch transformers peft safetensors huggingface_hub", "bitsandbytes"),
     "trainers": Room(
         "units shapes metrics_table knobs records functional rewards _trl rollout roles lowrank",

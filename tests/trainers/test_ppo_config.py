@@ -154,11 +154,17 @@ WHOLE = ["critic_warmup_steps", "num_sample_generations", "stop_token_id"]
 POSITIVE = ["temperature", "cliprange", "cliprange_high", "cliprange_value", "missing_eos_penalty", "kl_target"]
 NOT_NEGATIVE = ["kl_coef", "vf_coef", "critic_learning_rate"]
 SHARES = ["gamma", "lam", "lam_critic"]
+PORTS = ["vllm_server_port", "vllm_group_port"]
 BAD_VALUES = [
     *((name, bad, "a whole number, at least 1") for name in COUNTS for bad in (0, -1, 1.5, True, "4")),
     *((name, bad, "a whole number, 0 or more") for name in WHOLE for bad in (-1, 0.5, True)),
     *((name, bad, "above 0") for name in POSITIVE for bad in (0, -0.1, float("nan"), float("inf"), "1")),
     *((name, bad, "0 or more") for name in NOT_NEGATIVE for bad in (-1e-9, float("nan"))),
+    *((name, bad, "a port, 1 to 65535") for name in PORTS for bad in (0, 65536, "8000")),
+    *(("vllm_gpu_memory_utilization", bad, "above 0 and at most 1") for bad in (0, 1.1, "0.3")),
+    *(("vllm_server_timeout", bad, "above 0") for bad in (0, -1.0)),
+    *((name, bad, "at least 1") for name in ("vllm_max_model_length", "vllm_tensor_parallel_size") for bad in (0, 1.5)),
+    ("vllm_mode", "colocated", "one of 'colocate', 'server'"),
     *((name, bad, "between 0 and 1") for name in SHARES for bad in (-0.01, 1.01, float("nan"))),
     *((name, None, "") for name in ("num_ppo_epochs", "temperature", "kl_coef", "gamma", "kl_estimator", "critic")),
     ("stop_token", "</s>", "one of 'eos', None"),

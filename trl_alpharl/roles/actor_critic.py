@@ -10,10 +10,12 @@ import torch
 from peft import PeftModel
 from torch import Tensor, nn
 
+from ..functional.frozen_head import frozen_head_logps_and_entropy
 from ..functional.logps import chunked_logps_and_entropy
 from ..records import TokenChunk, TokenStats
 from . import adapters
 from .backbone import FullPrecisionHead, check_head, decoder_of, hidden_states, take_positions, unwrap_peft
+from .fused_lora import fuse_lora
 from .prepare import (
     disable_dropout,
     first_bad_parameter,
@@ -60,6 +62,7 @@ class ActorCritic(TrainerFace, nn.Module):
         critic_detach: bool = False,
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
+        fuse: bool = True,
     ) -> None:
         super().__init__()
         for name, model in (("model", policy), ("ref_model", reference), ("value_model", value_model)):
@@ -88,6 +91,8 @@ class ActorCritic(TrainerFace, nn.Module):
             self._check_full_policy(model_adapter_name, ref_adapter_name)
         if value_model is not None:
             adapters.let_critic_learn(value_model)
+        if fuse:
+            fuse_lora(policy)
         self.switch = adapters.RoleSwitch(policy)
         self.switch.use(self.adapters["policy"])
         if reference is None and not isinstance(policy, PeftModel):
@@ -165,11 +170,13 @@ class ActorCritic(TrainerFace, nn.Module):
         completion_ids: Tensor,
         temperature: float = 1.0,
         want: Wanted = "policy+value",
+        entropy_grad: bool = True,
     ) -> TokenStats:
         """Log-probs, entropies and values (R, C) of the completion tokens, with gradients.
 
         `input_ids, attention_mask, position_ids` (R, W), `predict_at, completion_ids` (R, C): see
         `records.TokenChunk`. `want="value"` runs a shared trunk without gradients: only the head learns.
+        Without `entropy_grad` a backward through the entropies still works but costs more.
         """
         tokens = (input_ids, attention_mask, position_ids)
         logps = entropies = values = None
@@ -179,7 +186,9 @@ class ActorCritic(TrainerFace, nn.Module):
                 with torch.no_grad() if want == "value" else nullcontext():
                     hidden = take_positions(hidden_states(decoder_of(self.policy), *tokens), predict_at)
             if want != "value":
-                logps, entropies = self._token_logps(self._head, self._watched(hidden), completion_ids, temperature)
+                logps, entropies = self._token_logps(
+                    self._head, self._watched(hidden), completion_ids, temperature, entropy_grad
+                )
         if want != "policy":
             values = self._values(tokens, predict_at, hidden)
         return TokenStats(logps, entropies, values)
@@ -222,15 +231,22 @@ class ActorCritic(TrainerFace, nn.Module):
         watched.register_hook(note)
         return watched
 
-    def _token_logps(self, head: Any, hidden: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        logps, entropies = chunked_logps_and_entropy(
-            hidden,
-            ids.flatten(),
-            head,
-            temperature,
-            vocab_size=head.vocab_size,
-            context_fn=self.switch.checkpoint_contexts,
-        )
+    def _token_logps(
+        self, head: Any, hidden: Tensor, ids: Tensor, temperature: float, entropy_grad: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        heads = [part.frozen() for part in (self._head, self._reference_head) if part is not None]
+        if all(part is not None for part in heads):  # all roles alike: equal weights must give a KL of exactly 0
+            plain = heads[0] if head is self._head else heads[1]
+            logps, entropies = frozen_head_logps_and_entropy(hidden, ids.flatten(), plain, temperature, entropy_grad)
+        else:
+            logps, entropies = chunked_logps_and_entropy(
+                hidden,
+                ids.flatten(),
+                head,
+                temperature,
+                vocab_size=head.vocab_size,
+                context_fn=self.switch.checkpoint_contexts,
+            )
         return logps.view_as(ids), entropies.view_as(ids)
 
     def _values(self, tokens: tuple[Tensor, ...], predict_at: Tensor, policy_hidden: Tensor | None) -> Tensor:

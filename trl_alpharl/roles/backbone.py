@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+from ..functional.frozen_head import LinearHead
 
 
 def unwrap_peft(model: nn.Module) -> nn.Module:
@@ -61,7 +62,9 @@ class FullPrecisionHead:
             raise ValueError(f"{type(model).__name__} has no output embeddings; a causal language model is needed.")
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size  # columns of the logits
-        self.after = _after_head(config)
+        multiply, divide = getattr(config, "logit_scale", None), getattr(config, "logits_scaling", None)
+        self.scale = (1.0 if multiply is None else multiply) / (1.0 if divide is None else divide)
+        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
@@ -71,22 +74,14 @@ class FullPrecisionHead:
             else:  # an adapter or quantized weights: the module decides, in the precision of its own weights
                 dtype = next((p.dtype for p in self.head.parameters() if p.dtype.is_floating_point), torch.float32)
                 logits = self.head(hidden.to(dtype)).float()
-            return self.after(logits)
+            logits = logits if self.scale == 1.0 else logits * self.scale
+            return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-
-def _after_head(config: Any) -> Callable[[Tensor], Tensor]:
-    cap = getattr(config, "final_logit_softcapping", None)
-    multiply = getattr(config, "logit_scale", None)
-    divide = getattr(config, "logits_scaling", None)
-
-    def apply(logits: Tensor) -> Tensor:
-        if multiply is not None:
-            logits = logits * multiply
-        if divide is not None:
-            logits = logits / divide
-        return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    return apply
+    def frozen(self) -> LinearHead | None:
+        """The head as plain weights, when it is that and does not learn."""
+        if type(self.head) is not nn.Linear or any(p.requires_grad for p in self.head.parameters()):
+            return None
+        return LinearHead(self.head.weight, self.head.bias, self.scale, self.cap)
 
 
 @torch.no_grad()

@@ -77,7 +77,7 @@ def sample(
                 )
                 if recorder is not None:
                     logps.append(recorder.logps(completions[-1]))
-    rollout = _assemble(prompts, completions, examples, index, sampling, device)
+    rollout = assemble(prompts, completions, examples, index, sampling, device)
     if exploration is None:
         return rollout
     width = rollout.completion_ids.shape[1]
@@ -85,7 +85,8 @@ def sample(
     return replace(rollout, behavior_logps=recorded.masked_fill(~rollout.completion_mask, 0.0))
 
 
-def _assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:
+def assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:
+    """The record of B completions, which come as tensors (rows, tokens) of one or more rows, each of its own width."""
     prompt_ids, prompt_mask = pad_left(prompts, sampling.pad_id, device)
     width = max(chunk.shape[1] for chunk in completions)
     ids = torch.cat([_widen(chunk, width, sampling.pad_id) for chunk in completions])

@@ -120,6 +120,12 @@ def _check_together(config: ARPOConfig, given: set[str]) -> None:
         raise ValueError(
             f"norm_noise_end is {config.norm_noise_end}; it must be at most norm_noise {config.norm_noise}."
         )
+    for name in ("logit_noise", "epsilon_mix", "norm_noise"):
+        if config.use_vllm and getattr(config, name):
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, but vLLM samples from the policy alone; set {name} to 0, or "
+                "use_vllm to false."
+            )
     if config.screening and config.local_batch_size % (2 * config.screening):
         raise ValueError(
             f"screening is {config.screening}; twice that must divide the rollout of {config.local_batch_size} "

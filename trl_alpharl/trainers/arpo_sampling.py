@@ -17,7 +17,6 @@ from ..rollout.exploration import Exploration, norm_weights
 from ..rollout.joining import join_rollouts
 from ..rollout.prompts import prompt_rows, seeded_generator
 from ..rollout.replay import ReplayBuffer, with_replayed
-from ..rollout.sampler import sample
 
 
 class ARPOSampling:
@@ -93,9 +92,8 @@ class ARPOSampling:
                 self.metrics.add(f"arpo/{name}", amount)
 
     def _sampled(self, prompts: list, examples: list, places: list[int], index: int, draw: int) -> Rollout:
-        seed = seeded_generator(self.args.seed, index, self.args.process_index, draw).initial_seed()
         chosen, rows = [prompts[place] for place in places], [examples[place] for place in places]
-        return sample(self.model, chosen, rows, index, self.sampling, seed, self.exploration(index))
+        return self.draw_completions(chosen, rows, index, draw, self.exploration(index))
 
     def _screened(self, prompts: list, examples: list, index: int) -> tuple[Rollout, list[int]]:
         """Half of the rollout as first completions of each prompt, then the other half where it teaches most; and which

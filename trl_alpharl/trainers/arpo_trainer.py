@@ -125,6 +125,10 @@ class ARPOTrainer(ARPOSampling, PPOTrainer):
         """Not after the gate has closed on this rollout; the critic goes on, on a trunk that it leaves alone."""
         return super().policy_learns() and self.gate.open
 
+    def entropy_learns(self) -> bool:
+        """With the entropy bonus in the loss."""
+        return self._entropy_in("loss")
+
     def policy_loss(
         self,
         stats: TokenStats,

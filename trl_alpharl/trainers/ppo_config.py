@@ -59,6 +59,7 @@ class PPOConfig(PPOKnobs, PrefixedLowRankKnobs, BaseConfig):
         super().__post_init__()
         _check_low_rank(self)
         _check_sizes(self)
+        _check_vllm(self)
         _refuse_unsupported(self)
 
     @property
@@ -150,7 +151,7 @@ Ranges = tuple[tuple[str, Any, Callable[[Any], bool], str], ...]
 _RANGES: Ranges = (
     (
         "per_device_train_batch_size gradient_accumulation_steps num_ppo_epochs num_mini_batches total_episodes "
-        "response_length local_rollout_forward_batch_size kl_horizon",
+        "response_length local_rollout_forward_batch_size kl_horizon vllm_max_model_length vllm_tensor_parallel_size",
         int,
         lambda value: value >= 1,
         "a whole number, at least 1",
@@ -162,13 +163,15 @@ _RANGES: Ranges = (
         "a whole number, 0 or more",
     ),
     (
-        "temperature cliprange cliprange_high cliprange_value missing_eos_penalty kl_target",
+        "temperature cliprange cliprange_high cliprange_value missing_eos_penalty kl_target vllm_server_timeout",
         (int, float),
         lambda value: value > 0,
         "above 0",
     ),
     ("kl_coef vf_coef critic_learning_rate", (int, float), lambda value: value >= 0, "0 or more"),
     ("gamma lam lam_critic", (int, float), lambda value: 0 <= value <= 1, "between 0 and 1"),
+    ("vllm_gpu_memory_utilization", (int, float), lambda value: 0 < value <= 1, "above 0 and at most 1"),
+    ("vllm_server_port vllm_group_port", int, lambda value: 0 < value < 65536, "a port, 1 to 65535"),
 )
 
 
@@ -214,6 +217,29 @@ def _check_sizes(config: PPOConfig) -> None:
         raise ValueError(
             f"kl_horizon is {config.kl_horizon}; it must be above a fifth of the rollout's {config.batch_size} "
             "completions, or one update could take kl_coef to 0."
+        )
+
+
+_READ_BY_MODE = {
+    "colocate": "gpu_memory_utilization max_model_length tensor_parallel_size enable_sleep_mode",
+    "server": "server_host server_port server_timeout group_port",
+}
+
+
+def _check_vllm(config: PPOConfig) -> None:
+    for mode, names in _READ_BY_MODE.items():
+        for name in (f"vllm_{name}" for name in names.split()):
+            changed = getattr(config, name) != getattr(PPOKnobs, name)
+            if changed and not config.use_vllm:
+                raise ValueError(f"{name} is set, but use_vllm is false; set it to true.")
+            if changed and config.vllm_mode != mode:
+                raise ValueError(f"{name} is set, but vllm_mode is {config.vllm_mode!r}; {name} is read with {mode!r}.")
+    if config.vllm_mode != PPOKnobs.vllm_mode and not config.use_vllm:
+        raise ValueError(f"vllm_mode is {config.vllm_mode!r}, but use_vllm is false; set it to true.")
+    if config.world_size % config.vllm_tensor_parallel_size:
+        raise ValueError(
+            f"vllm_tensor_parallel_size is {config.vllm_tensor_parallel_size}, which does not divide the number of "
+            f"processes, {config.world_size}."
         )
 
 

@@ -26,6 +26,7 @@ from ..rollout.sampler import Sampling, stop_token_ids
 from ..rollout.scoring import ChunkPlan, gather_rows
 from . import inputs
 from .checkpoints import CheckpointMixin
+from .engine import require_engine, start_engine
 from .evaluation import EvaluationMixin
 from .faults import FaultCounter
 from .loader import RolloutLoader
@@ -101,6 +102,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
             raise TypeError(
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}."
             )
+        require_engine(args)
         inputs.check_roles(model, value_model, args.critic, peft_config)
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
@@ -154,6 +156,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
             pad_id=next((pad for pad in pads if pad is not None and pad < embedded), 0),
             chunk_rows=args.local_rollout_forward_batch_size,
         )
+        self.engine = start_engine(args, self.model, self.accelerator, tokenizer, self.sampling)
         self.kl_controller = (
             FixedKLController(args.kl_coef)
             if args.kl_target is None
@@ -236,6 +239,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
                 completion_ids=chunk.completion_ids,
                 temperature=self.args.temperature,
                 want=want,
+                entropy_grad=self.entropy_learns(),
             )
         loss, sums = self.value_loss(stats, chunk, experience, tokens)
         loss = self.args.vf_coef * loss

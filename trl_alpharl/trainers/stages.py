@@ -25,6 +25,7 @@ from ..functional.masking import masked_moments, masked_sum, merge_moments, whit
 from ..functional.rewards import combine_rewards, penalize_missing_eos, token_rewards
 from ..records import Advantages, Rollout, Scored, TokenChunk, TokenStats
 from ..roles.prepare import check_positions, first_bad_parameter
+from ..rollout.exploration import Exploration
 from ..rollout.prompts import prompt_rows, seeded_generator
 from ..rollout.sampler import sample
 from ..rollout.scoring import ChunkPlan, gather_rows, plan_chunks, score_rollout
@@ -35,8 +36,8 @@ logger = logging.get_logger(__name__)
 
 
 class PPOStages:
-    """What happens to a rollout. The trainer that mixes this in holds `model`, `args`, `state`, `sampling`, `metrics`,
-    `faults`, `kl_controller`, `reward_runner`, `tokenize_prompts`."""
+    """What happens to a rollout. The trainer that mixes this in holds `model`, `args`, `state`, `sampling`, `engine`,
+    `metrics`, `faults`, `kl_controller`, `reward_runner`, `tokenize_prompts`."""
 
     def sample_prompts(self, index: int) -> list[int]:
         """The dataset rows of rollout `index`, over all processes."""
@@ -50,8 +51,7 @@ class PPOStages:
 
     def explore(self, prompts: list[list[int]], examples: list[dict[str, Any]], index: int) -> Rollout:
         """Completions of the behaviour policy; for PPO the policy itself."""
-        seed = seeded_generator(self.args.seed, index, self.args.process_index, 1).initial_seed()
-        return sample(self.model, prompts, examples, index, self.sampling, seed)
+        return self.draw_completions(prompts, examples, index)
 
     def rollout(self, index: int | None = None) -> Rollout:
         """Sample the completions of rollout `index`; None: the one that the step counter has reached."""
@@ -154,6 +154,10 @@ class PPOStages:
         """Whether the next step trains the policy, or the critic alone."""
         return self.state.global_step >= self.args.critic_warmup_steps
 
+    def entropy_learns(self) -> bool:
+        """Whether `policy_loss` differentiates the entropies: their slopes are then made with the log-probs'."""
+        return False
+
     def policy_loss(
         self,
         stats: TokenStats,
@@ -211,6 +215,24 @@ class PPOStages:
                 self.kl_controller.update(kl / rows, self.args.batch_size)
 
     # Helpers
+
+    def draw_completions(
+        self,
+        prompts: list[list[int]],
+        examples: list[dict[str, Any]],
+        index: int,
+        draw: int = 1,
+        exploration: Exploration | None = None,
+    ) -> Rollout:
+        """A completion of each prompt, by transformers or by vLLM. `draw` tells the draws of one rollout apart."""
+        args = self.args
+        process = args.process_index // args.vllm_tensor_parallel_size  # the group decodes as one and must draw as one
+        seed = seeded_generator(args.seed, index, process, draw).initial_seed()
+        if self.engine is None:
+            return sample(self.model, prompts, examples, index, self.sampling, seed, exploration)
+        rollout, logps = self.engine.sample(prompts, examples, index, seed)
+        self.metrics.add("objective/engine_entropy", -logps, len(prompts))
+        return rollout
 
     def plan(self, rollout: Rollout) -> tuple[ChunkPlan, list[list[list[int]]]]:
         """A rollout's chunk shapes and mini-batches; they follow from its lengths and the seed."""
