@@ -15,6 +15,7 @@ KINDS = (
     "optimizer",
     "Python, dispatch, waiting",
 )
+_HEAD = ("_FrozenHead", "_LogpsAndEntropy")  # trl_alpharl.functional's, which work on blocks; forward and backward
 _MATMUL = {"mm", "addmm", "bmm", "baddbmm", "matmul"}
 _EMBEDDING = {"embedding", "embedding_dense_backward"}
 _COPYING = "copy_ _to_copy to clone contiguous cat stack repeat pad constant_pad_nd zero_ fill_ zeros empty"
@@ -24,9 +25,12 @@ _COPIES = {*_EMBEDDING, *_COPYING.split(), *_INDEXING.split()}
 
 def kind_of(event: Any, vocabulary: int) -> str:
     """The kind of a profiler's event, by its name, its inputs' shapes and what encloses it. Work on tensors with
-    `vocabulary` rows or columns is the head's, embeddings excepted."""
-    if any(outer.name.startswith("Optimizer.") for outer in _with_ancestors(event)):
-        return "optimizer"
+    `vocabulary` rows or columns is the head's, embeddings excepted, and so is all in the functions of `_HEAD`."""
+    for outer in _with_ancestors(event):
+        if outer.name.startswith("Optimizer."):
+            return "optimizer"
+        if outer.name.startswith(_HEAD):
+            return "head, log-probs, sampling"
     if "Compiled" in event.name or "fused" in event.name.split("_"):
         return "compiled code"
     if "::" not in event.name or event.name.startswith("autograd::"):  # annotations, the autograd engine's own time

@@ -10,6 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
+from trl_alpharl.functional.frozen_head import LinearHead, frozen_head_logps_and_entropy
+
 
 @pytest.fixture
 def sizes(benchmark, model):
@@ -87,6 +89,16 @@ class TestKinds:
         step = event("Optimizer.step#AdamW.step")
         inner = event("aten::mul", parent=event("aten::_foreach_mul_", parent=step))
         assert benchmark("speed.kinds").kind_of(inner, 96) == "optimizer"
+
+    def test_the_head_is_known_by_its_functions_where_it_works_on_blocks(self, benchmark):
+        """By their names in the package: a rename shows here."""
+        hidden, labels = torch.randn(8, 32, requires_grad=True), torch.arange(8)
+        head = LinearHead(torch.randn(96, 32))
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            logps, entropies = frozen_head_logps_and_entropy(hidden, labels, head, 0.7, max_block_elements=80)
+            (logps.sum() + entropies.sum()).backward()
+        found = benchmark("speed.kinds").seconds_by_kind(profiler.events(), 96, 0.0, "cpu")
+        assert found["matmul"] == 0 < found["head, log-probs, sampling"]
 
     def test_shares_fill_the_wall_clock(self, benchmark):
         kinds = benchmark("speed.kinds")
