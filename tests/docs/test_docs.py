@@ -50,7 +50,7 @@ def test_commands(page, command):
         with contextlib.redirect_stdout(io.StringIO()) as shown:
             assert main(words[1:]) == 0
         assert shown.getvalue()
-    elif program in ("python", "python3.11"):
+    elif program in ("python", "python3.11", "bash"):
         assert words[1] == "-m" or (ROOT / words[1]).is_file(), command
     elif program == "pip":
         for flag, name in itertools.pairwise(words):

@@ -1,0 +1,1 @@
+"""What the speed benchmarks share: the work, the two sides that do it, the clock, the tables."""
