@@ -127,6 +127,24 @@ class PPOKnobs:
         None, "Which adapter of a PEFT model is the reference. None: chosen by the trainer."
     )
 
+    # Speed and memory
+    lora_top_layers: int | None = _knob(
+        None, "The fresh adapter goes on the last so many decoder layers alone. None: where peft_config puts it."
+    )
+    cache_frozen_layers: bool | None = _knob(
+        None,
+        "Run the layers below the lowest one that learns once a rollout and keep what they give, hidden size x 2 or 4 "
+        "bytes a token, for the reference, the critic and every PPO epoch. None: when there are such layers.",
+    )
+    fuse_lora: bool = _knob(
+        True, "Run a LoRA layer over plain weights as one operation, in the precision of these weights."
+    )
+    merge_lora_in_rollouts: bool | None = _knob(
+        None,
+        "Sample from a copy of the adapted layers with the adapter added, when they are not quantized. None: on a GPU, "
+        "when the copy takes less than half of its free memory.",
+    )
+
     model_init_kwargs: dict | None = _knob(None, "Arguments of from_pretrained when the model is passed by name.")
 
     # Read by scripts and by the command line, not by the trainer

@@ -98,6 +98,7 @@ class TokenChunk:
     predict_at: Tensor  # (R, C') long, the position whose hidden state predicts each completion token
     completion_ids: Tensor  # (R, C') long
     completion_mask: Tensor  # (R, C') bool, all False on filler rows
+    frozen_hidden: Tensor | None = None  # (R, W, H) what the frozen layers give; None: not kept
 
 
 class TokenStats(NamedTuple):
@@ -124,6 +125,10 @@ class RolloutCollector(Protocol):
 
 class Roles(Protocol):
     """What the scoring pass needs of the actor-critic."""
+
+    def frozen_hidden(self, chunk: TokenChunk) -> Tensor | None:
+        """What the layers that never change give for a chunk, (R, W, H); None when there are none to be kept."""
+        ...
 
     def score(self, chunk: TokenChunk, temperature: float) -> tuple[TokenStats, Tensor]:
         """The policy's statistics and the reference's log-probs (R, C') in one call, without gradients."""

@@ -42,14 +42,15 @@ def our_metrics(trainer) -> list[dict[str, float]]:
 
 
 def test_case_2_one_copy_of_the_base_in_a_whole_run(trainer, model, lora):
-    """Generation, scoring and training of all roles read the weights that the model came with."""
+    """Generation, scoring and training of all roles read the weights that the model came with; only a merged rollout
+    has a copy, for as long as it lasts."""
     base = {p.data_ptr() for p in model.parameters()}
     seen: set[int] = set()
     hook = nn.modules.module.register_module_forward_pre_hook(
         lambda module, args: seen.update(p.data_ptr() for p in module.parameters(recurse=False))
     )
     try:
-        trainer = trainer(peft_config=lora, critic="adapter")
+        trainer = trainer(peft_config=lora, critic="adapter", merge_lora_in_rollouts=False)
         trainer.train()
     finally:
         hook.remove()
@@ -180,7 +181,13 @@ def test_cases_12_and_13_the_kl_is_0_before_the_first_step(trainer, model, kind,
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data += 0.1 * torch.randn_like(parameter)
-    trainer = trainer(model=model, total_episodes=16, num_ppo_epochs=1, learning_rate=1e-2)
+    trainer = trainer(
+        model=model,
+        total_episodes=16,
+        num_ppo_epochs=1,
+        learning_rate=1e-2,
+        reward_funcs=lambda completions, **kwargs: [float(at) for at in range(len(completions))],  # some advantage
+    )
     trainer.train()
     kl = [log["objective/kl"] for log in trainer.state.log_history if "objective/kl" in log]
     assert kl[0] == 0.0 and abs(kl[1]) > 1e-6

@@ -102,6 +102,9 @@ def test_scoring_puts_every_row_back_and_leaves_padding_0(case):
     class Echo:
         """Says of each token: its id + 1, its place in the row, that it exists, and its negative place."""
 
+        def frozen_hidden(self, chunk):
+            return None
+
         def score(self, chunk, temperature):
             ids, place = chunk.completion_ids.float() + 1, chunk.predict_at.float() + 1
             return TokenStats(ids, place, torch.ones_like(ids)), -place

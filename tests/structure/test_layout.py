@@ -25,6 +25,7 @@ TESTED_ELSEWHERE = {
     "cli/rewards.py": "cli/test_listings.py",
     "roles/trainer_face.py": "roles/test_actor_critic.py",
     "trainers/ppo_trainer.py": "trainers/test_swap_in.py",
+    "trainers/trainer_hooks.py": "trainers/test_swap_in.py",
 }
 
 

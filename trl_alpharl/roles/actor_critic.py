@@ -15,6 +15,7 @@ from ..functional.logps import chunked_logps_and_entropy
 from ..records import TokenChunk, TokenStats
 from . import adapters
 from .backbone import FullPrecisionHead, check_head, decoder_of, hidden_states, take_positions, unwrap_peft
+from .frozen_layers import FrozenLayers, frozen_layers
 from .fused_lora import fuse_layers
 from .prepare import (
     disable_dropout,
@@ -63,7 +64,8 @@ class ActorCritic(TrainerFace, nn.Module):
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
         fuse_lora: bool = True,
-        merge_in_rollouts: bool = True,
+        merge_in_rollouts: bool | None = None,
+        cache_frozen_layers: bool | None = None,
     ) -> None:
         super().__init__()
         for name, model in (("model", policy), ("ref_model", reference), ("value_model", value_model)):
@@ -97,8 +99,11 @@ class ActorCritic(TrainerFace, nn.Module):
             fuse_layers(policy)
         self.switch = adapters.RoleSwitch(policy)
         self.switch.use(self.adapters["policy"])
+        copies = []
         if reference is None and not isinstance(policy, PeftModel):
             reference = copy.deepcopy(policy)
+            copies = [reference]
+        self._frozen_layers = self._find_frozen_layers(cache_frozen_layers, copies)
         self.reference = None if reference is None else freeze(reference)
         self._set_up_heads()
         if any(unwrap_peft(m).is_activation_checkpointing for m in (policy, value_model) if m is not None):
@@ -129,6 +134,15 @@ class ActorCritic(TrainerFace, nn.Module):
         if self.critic == "adapter":
             raise ValueError("critic='adapter' needs a LoRA policy; pass peft_config, or use critic='shared'.")
         require_trainable(self.policy, "model")
+
+    def _find_frozen_layers(self, wanted: bool | None, copies: list[nn.Module]) -> FrozenLayers | None:
+        found = None if wanted is False else frozen_layers(self.policy, copies)
+        if wanted and found is None:
+            raise ValueError(
+                "cache_frozen_layers: model has no decoder layers below the lowest one that learns (lora_top_layers "
+                "makes some), or it does not run them one after the other."
+            )
+        return found
 
     def _set_up_heads(self) -> None:
         inner = unwrap_peft(self.policy)
@@ -173,20 +187,22 @@ class ActorCritic(TrainerFace, nn.Module):
         temperature: float = 1.0,
         want: Wanted = "policy+value",
         entropy_grad: bool = True,
+        frozen_hidden: Tensor | None = None,
     ) -> TokenStats:
         """Log-probs, entropies and values (R, C) of the completion tokens, with gradients.
 
         `input_ids, attention_mask, position_ids` (R, W), `predict_at, completion_ids` (R, C): see
         `records.TokenChunk`. `want="value"` runs a shared trunk without gradients: only the head learns.
-        Without `entropy_grad` a backward through the entropies still works but costs more.
+        Without `entropy_grad` a backward through the entropies still works but costs more. `frozen_hidden`: see
+        `frozen_hidden()`.
         """
-        tokens = (input_ids, attention_mask, position_ids)
+        tokens = (input_ids, attention_mask, position_ids, frozen_hidden)
         logps = entropies = values = None
         with self.switch.using(self.adapters["policy"]):
             hidden = None
             if want != "value" or self.critic == "shared":
                 with torch.no_grad() if want == "value" else nullcontext():
-                    hidden = take_positions(hidden_states(decoder_of(self.policy), *tokens), predict_at)
+                    hidden = take_positions(self._hidden_states(self.policy, *tokens), predict_at)
             if want != "value":
                 logps, entropies = self._token_logps(
                     self._head, self._watched(hidden), completion_ids, temperature, entropy_grad
@@ -205,6 +221,7 @@ class ActorCritic(TrainerFace, nn.Module):
             chunk.predict_at,
             chunk.completion_ids,
             temperature,
+            frozen_hidden=chunk.frozen_hidden,
         )
         return stats, self.reference_logps(chunk, temperature)
 
@@ -215,9 +232,24 @@ class ActorCritic(TrainerFace, nn.Module):
         if self.reference is not None:
             model, head = self.reference, self._reference_head
         with self.switch.using(self.adapters["reference"]):
-            hidden = hidden_states(decoder_of(model), chunk.input_ids, chunk.attention_mask, chunk.position_ids)
-            hidden = take_positions(hidden, chunk.predict_at)
+            tokens = (chunk.input_ids, chunk.attention_mask, chunk.position_ids)
+            own = chunk.frozen_hidden if self._frozen_layers and model in self._frozen_layers.models else None
+            hidden = take_positions(self._hidden_states(model, *tokens, own), chunk.predict_at)
             return self._token_logps(head, hidden, chunk.completion_ids, temperature)[0]
+
+    def frozen_hidden(self, chunk: TokenChunk) -> Tensor | None:
+        """What the layers below the lowest learning one give for a chunk, (R, W, H). Weights that never change need to
+        run once a rollout. None where there are none, or where they are not to be kept."""
+        if self._frozen_layers is None:
+            return None
+        with self.switch.using(self.adapters["policy"]):
+            return self._frozen_layers.run(chunk.input_ids, chunk.attention_mask, chunk.position_ids)
+
+    def _hidden_states(
+        self, model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, frozen: Tensor | None
+    ) -> Tensor:
+        with nullcontext() if frozen is None else self._frozen_layers.replaced_by(frozen):
+            return hidden_states(decoder_of(model), ids, mask, positions)
 
     def _watched(self, hidden: Tensor) -> Tensor:
         """The head's input. With `watch_head_gradient` the backward pass leaves the squared norm of the policy loss's
@@ -256,9 +288,9 @@ class ActorCritic(TrainerFace, nn.Module):
             hidden = policy_hidden.detach() if self.critic_detach else policy_hidden
         elif self.critic == "adapter":
             with self.switch.using(self.adapters["critic"]):
-                hidden = take_positions(hidden_states(decoder_of(self.policy), *tokens), predict_at)
+                hidden = take_positions(self._hidden_states(self.policy, *tokens), predict_at)
         else:
-            hidden = take_positions(hidden_states(decoder_of(self.value_model), *tokens), predict_at)
+            hidden = take_positions(hidden_states(decoder_of(self.value_model), *tokens[:3]), predict_at)
         with torch.autocast(hidden.device.type, enabled=False):
             if self.value_head is not None:
                 values = self.value_head(hidden.float())

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -23,6 +24,16 @@ def mergeable(policy: nn.Module) -> bool:
         return False
     tied = unwrap_peft(policy).get_input_embeddings().weight
     return all(layer.base_layer.weight is not tied and not any(layer.lora_bias.values()) for layer in tuned)
+
+
+def copy_fits(policy: nn.Module) -> bool:
+    """Whether a copy of the adapted layers takes less than half of the free memory; on a CPU it always counts as
+    fitting."""
+    device = unwrap_peft(policy).device
+    if device.type != "cuda":
+        return True
+    layers = [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+    return sum(layer.get_base_layer().weight.nbytes for layer in layers) < torch.cuda.mem_get_info(device)[0] / 2
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 
 from .backbone import unwrap_peft
 from .cpu_attention import use_cpu_attention
-from .merged import mergeable, merged_adapter
+from .merged import copy_fits, mergeable, merged_adapter
 
 
 class TrainerFace:
@@ -52,9 +52,10 @@ class TrainerFace:
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Around all `generate` calls of a rollout: eval mode, no gradients, the policy's adapter merged if it can be
-        and `merge_in_rollouts` allows it."""
+        and `merge_in_rollouts` (None: if the copy fits) says so."""
         adapter, training = self.adapters["policy"], self.training
-        merge = self.merge_in_rollouts and adapter is not None and mergeable(self.policy)
+        merge = self.merge_in_rollouts is not False and adapter is not None and mergeable(self.policy)
+        merge = merge and (self.merge_in_rollouts is True or copy_fits(self.policy))
         head = unwrap_peft(self.policy).get_output_embeddings()
         # The head gets a slice, (rows, 1, hidden) of longer rows. torch would take it for a batch of matrices and copy
         # the vocabulary's weights once a row: 0.9 GB for 16 prompts of a 135M model.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,11 +25,22 @@ class ChunkPlan:
     lengths: list[int]  # prompt + completion tokens of each row
     widths: list[int]
     completion_widths: list[int]
+    kept: dict[int, Tensor] = field(default_factory=dict)  # row -> (width, H), what the frozen layers gave for it
 
     def chunks(self, rollout: Rollout, indices: Sequence[int]) -> Iterator[TokenChunk]:
         """The chunks of some rows, rows sorted by length, filler rows completing the last chunk of each width."""
         for width, rows in group_rows(list(indices), self.widths, self.lengths, self.rows):
             yield build_chunk(rollout, rows, self.rows, width, self.completion_widths[rows[0]])
+
+    def with_frozen(self, chunk: TokenChunk, roles: Roles) -> TokenChunk:
+        """The chunk with what the frozen layers give; they run when one of its rows first comes by."""
+        if any(row not in self.kept for row in chunk.rows):
+            hidden = roles.frozen_hidden(chunk)
+            if hidden is None:
+                return chunk
+            self.kept.update(zip(chunk.rows, hidden))
+        filled = chunk.rows + chunk.rows[:1] * (len(chunk.input_ids) - len(chunk.rows))
+        return replace(chunk, frozen_hidden=torch.stack([self.kept[row] for row in filled]))
 
 
 def plan_chunks(rollout: Rollout, mini_batches: list[list[list[int]]], rows: int) -> ChunkPlan:
@@ -89,6 +100,7 @@ def score_rollout(roles: Roles, rollout: Rollout, plan: ChunkPlan, temperature: 
     device = rollout.completion_ids.device
     outputs = [torch.zeros(shape, device=device) for _ in range(4)]
     for chunk in plan.chunks(rollout, range(shape[0])):
+        chunk = plan.with_frozen(chunk, roles)
         stats, reference = roles.score(chunk, temperature)
         real = len(chunk.rows)
         index = torch.tensor(chunk.rows, device=device)

@@ -40,8 +40,11 @@ def load_tokenizer(processing_class: Any, model: Any) -> PreTrainedTokenizerBase
     return processing_class
 
 
-def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: PeftConfig | None) -> nn.Module:
-    """The policy: a model, or the name of one; wrapped in a fresh adapter when `peft_config` is given."""
+def load_policy(
+    model: Any, init_kwargs: dict[str, Any] | None, peft_config: PeftConfig | None, top_layers: int | None = None
+) -> nn.Module:
+    """The policy: a model, or the name of one; wrapped in a fresh adapter when `peft_config` is given, on its last
+    `top_layers` decoder layers alone when that is."""
     if isinstance(model, str):
         if peft_config is not None and is_adapter_folder(model):
             raise ValueError(f"model: {model} is a saved adapter; pass it without peft_config, or name its base model.")
@@ -57,7 +60,23 @@ def load_policy(model: Any, init_kwargs: dict[str, Any] | None, peft_config: Pef
         )
     if isinstance(model, PeftModel):
         raise ValueError("model is a PeftModel already; pass it without peft_config, or pass its base model.")
+    if top_layers is not None:
+        number = model.config.get_text_config().num_hidden_layers
+        if top_layers > number:
+            raise ValueError(f"lora_top_layers is {top_layers}; model has {number} layers.")
+        peft_config = copy.deepcopy(peft_config)
+        peft_config.layers_to_transform = list(range(number - top_layers, number))
     return get_peft_model(model, peft_config)
+
+
+def check_top_layers(top_layers: int | None, peft_config: Any) -> None:
+    """Refuse `lora_top_layers` without a fresh adapter to put there, or with one that says itself where it goes."""
+    if top_layers is None:
+        return
+    if peft_config is None:
+        raise ValueError("lora_top_layers is set, but there is no fresh adapter; pass peft_config (use_peft).")
+    if getattr(peft_config, "layers_to_transform", None) is not None:
+        raise ValueError("lora_top_layers and peft_config.layers_to_transform are both set; leave one of them out.")
 
 
 def load_causal_lm(name: str, field: str, **kwargs: Any) -> nn.Module:

@@ -151,7 +151,8 @@ Ranges = tuple[tuple[str, Any, Callable[[Any], bool], str], ...]
 _RANGES: Ranges = (
     (
         "per_device_train_batch_size gradient_accumulation_steps num_ppo_epochs num_mini_batches total_episodes "
-        "response_length local_rollout_forward_batch_size kl_horizon vllm_max_model_length vllm_tensor_parallel_size",
+        "response_length local_rollout_forward_batch_size kl_horizon lora_top_layers "
+        "vllm_max_model_length vllm_tensor_parallel_size",
         int,
         lambda value: value >= 1,
         "a whole number, at least 1",

@@ -1,5 +1,5 @@
-"""PPO on transformers' training loop. The algorithm is in stages.py; here are the constructor, one optimizer step, the
-loop of one's own and the hooks that transformers' `Trainer` calls."""
+"""PPO on transformers' training loop. The algorithm is in stages.py; here are the constructor, one optimizer step and
+the loop of one's own."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .checkpoints import CheckpointMixin
 from .engine import require_engine, start_engine
 from .evaluation import EvaluationMixin
 from .faults import FaultCounter
-from .loader import RolloutLoader
-from .metrics import MetricSums, peak_memory_bytes
+from .metrics import MetricSums
 from .notices import warn_about_repaired_fields
 from .ppo_config import PPOConfig
 from .stages import PPOStages
+from .trainer_hooks import TrainerHooks
 
 
-class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, BaseTrainer):
+class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowRankMixin, BaseTrainer):
     """Proximal policy optimization (Schulman et al., 2017, arXiv 1707.06347) of a language model.
 
     TRL 1.12's arguments, plus `reward_funcs`. Only `model`, a reward and `train_dataset` are needed.
@@ -104,6 +104,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
             )
         require_engine(args)
         inputs.check_roles(model, value_model, args.critic, peft_config)
+        inputs.check_top_layers(args.lora_top_layers, peft_config)
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
         self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator)
@@ -111,7 +112,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
         rewards = inputs.list_rewards(reward_funcs, reward_model, args.reward_weights)
 
         set_seed(args.seed)  # fresh adapters are drawn from the seed
-        policy = inputs.load_policy(model, args.model_init_kwargs, peft_config)
+        policy = inputs.load_policy(model, args.model_init_kwargs, peft_config, args.lora_top_layers)
         rewards = inputs.resolve_rewards(rewards, None, reward_processing_classes, tokenizer, policy)
         self.reward_runner = RewardRunner(rewards, args.reward_weights)
         self.reward_model, self.ref_model = reward_model, ref_model
@@ -123,6 +124,9 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
             critic_detach=args.critic_detach,
             model_adapter_name=args.model_adapter_name,
             ref_adapter_name=args.ref_adapter_name,
+            fuse_lora=args.fuse_lora,
+            merge_in_rollouts=args.merge_lora_in_rollouts,
+            cache_frozen_layers=args.cache_frozen_layers,
         )
         self.policy_model, self.value_model = policy, actor_critic.value_model
         self.user_args = args
@@ -232,6 +236,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
         """A chunk's share of the loss and of the mini-batch's metrics."""
         want = "policy+value" if self.policy_learns() else "value"
         with self.accelerator.autocast():
+            chunk = self.plan(experience.scored.rollout)[0].with_frozen(chunk, self.model)
             stats = model(
                 input_ids=chunk.input_ids,
                 attention_mask=chunk.attention_mask,
@@ -241,6 +246,7 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
                 temperature=self.args.temperature,
                 want=want,
                 entropy_grad=self.entropy_learns(),
+                frozen_hidden=chunk.frozen_hidden,
             )
         loss, sums = self.value_loss(stats, chunk, experience, tokens)
         loss = self.args.vf_coef * loss
@@ -324,61 +330,6 @@ class PPOTrainer(PPOStages, EvaluationMixin, CheckpointMixin, LowRankMixin, Base
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.create_scheduler(num_training_steps=self.args.max_steps)
         return self.model_wrapped
-
-    # What transformers' Trainer asks for
-
-    def get_train_dataloader(self) -> RolloutLoader:
-        """Mini-batches of rollout after rollout."""
-        return RolloutLoader(
-            self.train_dataset,
-            self.args.batch_size,
-            self.args.steps_per_rollout,
-            self.args.max_steps,
-            step=lambda: self.state.global_step,
-            item=lambda step: self.mini_batch(self.collect(step), step),
-        )
-
-    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """transformers' optimizer; the critic's own parameters at `critic_learning_rate` when it is set."""
-        passed = self.optimizer is not None
-        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
-        if not passed and self.args.critic_learning_rate is not None:
-            inputs.split_critic_groups(optimizer, self.model.critic_parameters(), self.args.critic_learning_rate)
-        return optimizer
-
-    def steps_per_rollout(self) -> int:
-        """Bases of low-rank gradients are renewed between rollouts."""
-        return self.args.steps_per_rollout
-
-    def get_total_train_batch_size(self, args: Any) -> int:
-        """Completions per optimizer step, for the loop's report."""
-        return args.mini_batch_size
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Not estimated: a step's cost is not that of one forward over its inputs."""
-        return 0
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with our metrics since the last time."""
-        if "loss" in logs or "train_loss" in logs:  # the training loop's own, not an evaluation's or a callback's
-            logs = {**logs, **self._flush_metrics()}
-        super().log(logs, start_time)
-
-    def _flush_metrics(self) -> dict[str, float]:
-        means = self.metrics.flush(self._sum_over_processes, self._union_over_processes)
-        if not means:
-            return {}
-        squared = means.pop("val/ratio_squared", None)
-        if squared is not None:
-            means["val/ratio_var"] = max(0.0, squared - means["val/ratio"] ** 2)
-        episode = getattr(self.state, "episode", 0)
-        means["episode"] = episode
-        means["eps"] = episode / max(time.time() - self._started, 1e-9)
-        means["val/skipped_steps"] = self.faults.skipped_steps
-        means["memory/peak_bytes"] = peak_memory_bytes(self.args.device)
-        if self.lr_scheduler is not None:
-            means["lr"] = self.lr_scheduler.get_last_lr()[0]
-        return means
 
 
 def _low_rank_callbacks(args: PPOConfig) -> list[TrainerCallback]:
