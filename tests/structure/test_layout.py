@@ -17,7 +17,11 @@ LONGEST = 400
 TESTED_ELSEWHERE = {
     "_trl.py": "test_trl_door.py",
     "records.py": "trainers/test_arithmetic.py",  # declarations; every stage takes and gives them
-    "knobs.py": "trainers/test_ppo_config.py",
+    "knobs/field.py": "trainers/test_ppo_config.py",
+    "knobs/ppo.py": "trainers/test_ppo_config.py",
+    "knobs/arpo.py": "trainers/test_arpo_config.py",
+    "knobs/lowrank.py": "lowrank/test_config.py",
+    "knobs/script.py": "cli/test_field_help.py",
     "metrics_table.py": "trainers/test_metrics.py",
     "cli/listing.py": "cli/test_listings.py",
     "cli/metrics.py": "cli/test_listings.py",
