@@ -103,6 +103,8 @@ def write_report(out: Path, command: str) -> str:
     """report.md and curves.png of the tasks that are finished."""
     data = report.read_rows(out / "rows.csv")
     tables = [report.task_table(name, data) for name in TASKS if (name, "paper") in data]
+    if ("multi", arms.ORACLE) in data:
+        tables.append(report.task_table("multi", data, arms.ORACLE))
     versions = f"torch {torch.__version__}, {torch.get_num_threads()} threads"
     text = "\n\n".join([f"`{command}`, {versions}. Brackets: 90 % bootstrap intervals over seeds.", *tables]) + "\n"
     (out / "report.md").write_text(text)

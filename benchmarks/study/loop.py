@@ -152,7 +152,8 @@ class Study(Sampling):
         if run.scaler is not None:
             run.scaler.update(rewards[: batch.fresh])
             rewards = run.scaler.scale(rewards)
-        return combine_rewards(rewards, torch.ones(rewards.shape[1], dtype=rewards.dtype))[0].float()
+        weights = torch.tensor(self.args.reward_weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
+        return combine_rewards(rewards, weights)[0].float()
 
     # Updates
 

@@ -89,18 +89,18 @@ def at_kl(frontier: list[tuple[float, float]], kl: float) -> float:
     return float(np.interp(kl, [point[0] for point in best], [point[1] for point in best]))
 
 
-def task_table(task: str, data: dict[tuple[str, str], Curves]) -> str:
-    """One task's arms as Markdown: each against the best PPO."""
+def task_table(task: str, data: dict[tuple[str, str], Curves], against: str = BEST) -> str:
+    """One task's arms as Markdown: each against the best PPO, or another arm that counts as plain PPO."""
     arms = {arm: curves for (name, arm), curves in data.items() if name == task}
-    base = arms[BEST]
+    base = arms[against]
     start = float(np.mean([curve[0, 1] for curve in base.values()]))
     threshold = start + 0.8 * (float(np.mean([final_score(curve) for curve in base.values()])) - start)
-    plain = [arm for arm in arms if arm.startswith("PPO ") or arm == BEST]
+    plain = [arm for arm in arms if arm.startswith("PPO ") or arm in (BEST, against)]
     frontier = [(_mean(final_kl, arms[arm]), _mean(final_score, arms[arm])) for arm in plain]
     lines = [
         f"### {task}: threshold {threshold:.3f}, from {start:.3f}",
         "",
-        "| arm | episodes to threshold | fewer than best PPO | final | final, change | fluctuation, change | KL | "
+        f"| arm | episodes to threshold | fewer than {against} | final | final, change | fluctuation, change | KL | "
         "final - PPO at that KL |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -113,7 +113,7 @@ def task_table(task: str, data: dict[tuple[str, str], Curves]) -> str:
         kl = _mean(final_kl, curves)
         fewer, gain, calmer = (interval(values, other) for values, other in zip(own, reference))
         change = [_percent((-fewer[0], -fewer[2], -fewer[1])), _percent(gain), _percent(calmer)]
-        if arm == BEST:
+        if arm == against:
             change = ["", "", ""]
         cells = [
             arm,

@@ -147,15 +147,17 @@ def _parts(prompt: Ids, completion: Ids) -> list[float]:
     ]
 
 
+UNITS = (1.0, 100.0, 0.01, 10.0)
+
+
 def multi() -> Task:
-    """Four rewards whose units are a million apart; what counts is their mean in their own units."""
-    units = (1.0, 100.0, 0.01, 10.0)
+    """Four rewards whose units are up to ten thousand apart; what counts is their mean in their own units."""
     return Task(
         "multi",
         "drifting",
         _letters(5, 4),
         10,
-        lambda p, c, _: [unit * part for unit, part in zip(units, _parts(p, c))],
+        lambda p, c, _: [unit * part for unit, part in zip(UNITS, _parts(p, c))],
         lambda p, c: sum(_parts(p, c)) / 4,
         _babble(10),
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from trl_alpharl.recipe import shipped_recipes
+
 PATH = Path(__file__).parents[2] / "benchmarks/quickstart.py"
 
 
@@ -34,4 +36,4 @@ def test_the_difference_is_in_standard_errors(quickstart):
 
 
 def test_the_recipe_exists(quickstart):
-    assert (PATH.parents[1] / quickstart.RECIPE).is_file()
+    assert quickstart.RECIPE in shipped_recipes()

@@ -97,5 +97,5 @@ def test_the_two_commands_stand_alone():
     first, second = blocks(ROOT / "README.md", "bash")[:2]
     for command in (first, second):
         assert command.startswith("python3.11 -m venv .venv && .venv/bin/pip install -c constraints.txt -e ")
-    assert first.strip().endswith("&& .venv/bin/trl-alpharl train recipes/quickstart/ppo_tiny.yaml")
+    assert first.strip().endswith("&& .venv/bin/trl-alpharl train recipes/quickstart/arpo_tiny.yaml")
     assert ".venv/bin/pytest" in second
