@@ -44,7 +44,7 @@ POINTS = {
     for rate in (1e-3, 3e-4)
     for beta in (0.008, 0.05)
 }
-ROLLOUTS, ROWS = 15, 16
+ROLLOUTS, ROWS, TOP_LAYERS = 15, 16, 8
 PPO = {"preset": "ppo", "num_mini_batches": 2}
 ARPO = "tuned, no curriculum"
 TUNED = {"preset": "tuned", "reward_kind": "verifiable", "curriculum": "none"}
@@ -98,8 +98,8 @@ def run(model: Any, tokenizer: Any, settings: Settings, seed: int, rollouts: int
             temperature=1.0,
             vf_coef=0.1,
             lr_scheduler_type="constant",
-            lora_top_layers=8,
             logging_steps=4,
+            lora_top_layers=TOP_LAYERS,
             **settings,
         )
         trainer = ARPOTrainer(

@@ -2,8 +2,8 @@
 
     python benchmarks/quickstart.py [--recipe quickstart/arpo_tiny] [--seeds 0 1 2] [--out FILE]
 
-Runs `trl-alpharl train RECIPE --seed S` once a seed, each in a process of its own, and prints a table: the mean score of
-held-out prompts before and after, the difference in standard errors, KL and entropy of the last rollout, seconds of
+Runs `trl-alpharl train RECIPE --seed S` once a seed, each in a process of its own, and prints a table: the mean score
+of held-out prompts before and after, the difference in standard errors, KL and entropy of the last rollout, seconds of
 training. Seconds depend on the machine and its load; nothing here is a comparison. FILE is by default
 benchmarks/results/quickstart_<last part of the recipe's name>.json.
 """

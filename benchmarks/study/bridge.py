@@ -13,8 +13,11 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrained
 
 from trl_alpharl import ARPOTrainer
 
-from .loop import EVALUATED
+from .loop import evaluated
 from .tasks import EOS, PAD, VOCABULARY, Task
+
+# The trainer's evaluations draw alike each time, so that only more completions make their error smaller.
+COMPLETIONS = 8
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -41,15 +44,22 @@ def train(task: Task, args: Any, model: Any, seed: int, folder: Path) -> list[di
         return [sum(task.rewards(p, c, progress)) for p, c in zip(input_ids, completion_ids)]
 
     rows = Dataset.from_dict({"input_ids": task.prompts})
+    asked = evaluated(task) * COMPLETIONS
     every = args.steps_per_rollout
     args = replace(args, seed=seed, output_dir=str(folder), eval_strategy="steps", eval_steps=every, disable_tqdm=True)
     trainer = ARPOTrainer(
-        args=replace(args, save_strategy="no", num_sample_generations=0, logging_steps=every),
+        args=replace(
+            args,
+            per_device_eval_batch_size=len(asked),
+            save_strategy="no",
+            num_sample_generations=0,
+            logging_steps=every,
+        ),
         processing_class=tokenizer(),
         model=model,
         value_model=critic(model),
         train_dataset=rows,
-        eval_dataset=rows.shuffle(seed=12345).select(range(EVALUATED)),
+        eval_dataset=rows.select(asked),
         reward_funcs=reward,
     )
     before = trainer.evaluate()

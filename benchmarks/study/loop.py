@@ -42,6 +42,11 @@ from .tasks import EOS, Task
 EVALUATED = 64  # prompts, once a rollout
 
 
+def evaluated(task: Task) -> list[int]:
+    """The prompts that every evaluation of a task asks."""
+    return torch.randperm(len(task.prompts), generator=seeded_generator(12345))[:EVALUATED].tolist()
+
+
 @dataclass
 class Controllers:
     """The state machines of one run."""
@@ -253,8 +258,7 @@ class Study(Sampling):
 
     def _measure(self, episodes: int) -> list[dict[str, Any]]:
         """Held-out prompts' mean score and KL to the reference, of completions of the policy itself."""
-        generator = seeded_generator(12345)
-        rows = torch.randperm(len(self.task.prompts), generator=generator)[:EVALUATED].expand(len(self.seeds), -1)
+        rows = torch.tensor(evaluated(self.task)).expand(len(self.seeds), -1)
         batch = self._sampled(rows, 1.0, explore=False)
         with torch.no_grad():
             own, entropies = self._token_stats(self.policy, batch.ids)
