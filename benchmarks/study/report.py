@@ -161,7 +161,7 @@ def draw(data: dict[tuple[str, str], Curves], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    tasks = list(dict.fromkeys(task for task, _ in data))
+    tasks = list(dict.fromkeys(task for task, arm in data if arm == BEST))
     figure, panels = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), squeeze=False)
     for task, panel in zip(tasks, panels[0]):
         for arm in (BEST, "tuned", "paper"):

@@ -133,6 +133,18 @@ class TestLoop:
         assert rows[-1]["kl"] == pytest.approx(0, abs=1e-6)
         assert it.critic["head.weight"].abs().sum() > 0
 
+    def test_reward_weights_undo_the_units(self, study):
+        tasks = study("study.tasks")
+        task = tasks.multi()
+        args = study("study.arms").config(
+            task, 1, batch=8, **study("study.arms").MECHANISMS["multi"]["best PPO, true units"]
+        )
+        it = study("study.loop").Study(task, args, study("study.stacked").new_model(), [0], 1)
+        batch = it._collect(0, 0.0)
+        rows = zip(batch.ids[0].tolist(), batch.mask[0].sum(1).tolist())
+        sums = [4 * task.score(ids[:4], ids[4:][:kept]) for ids, kept in rows]
+        assert it._scores(it.runs[0], batch, 0).tolist() == pytest.approx(sums)
+
     def test_a_mechanism_without_an_arm_is_refused(self, cell):
         with pytest.raises(ValueError, match="no arm for reuse_surge"):
             cell(reuse_surge=2.0)
@@ -171,6 +183,10 @@ class TestReport:
         at_kl = study("study.report").at_kl
         frontier = [(1.0, 1.0), (2.0, 0.5), (3.0, 2.0)]  # the middle point is beaten by the first
         assert [at_kl(frontier, kl) for kl in (0.5, 2.0, 9.0)] == [1.0, 1.5, 2.0]
+        beyond = study("study.report").beyond
+        assert beyond(frontier, [1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.5, 0.5, 0.5))  # both .5 above, any mix too
+        center, low, high = beyond(frontier, [2.0, 2.0], [1.5, 2.5])
+        assert (center, low, high) == pytest.approx((0.5, 0.0, 1.0))
 
     def test_rows_come_back(self, study, tmp_path):
         report = study("study.report")
