@@ -24,8 +24,9 @@ OFF: dict[str, Any] = {
     "screening": 0,
 }
 
-# Measured best, by the kind of reward (docs/arpo.md). On 0/1 rewards gains from replay saturate at .75 and uniform
-# draws match priorities; on graded rewards more steps a rollout beat every mechanism; scaling pays where scales move.
+# By the kind of reward, as measured against a tuned PPO (docs/arpo.md). On 0/1 rewards replay with quick moments takes
+# 24 to 31 % fewer episodes; the curriculum beside it showed neither gain nor harm. On graded rewards nothing beat more
+# steps a rollout. Where scales move, robust scaling doubles the final score.
 TUNED: dict[str, dict[str, Any]] = {
     "verifiable": {"replay_ratio": 0.75, "adam_beta2": 0.95, "num_mini_batches": 2, "curriculum": "success"},
     "graded": {"num_mini_batches": 4, "kl_coef": 0.008},
