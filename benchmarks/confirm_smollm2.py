@@ -154,14 +154,14 @@ def main() -> None:
         start = time.monotonic()
         model = AutoModelForCausalLM.from_pretrained(options.model)
         rows = run(model, tokenizer, settings, seed, 2 if options.short else ROLLOUTS)
-        seconds = round(time.monotonic() - start)
-        runs.append({"arm": arm, "seed": seed, "settings": settings, "seconds": seconds, "rows": rows})
+        runs.append({"arm": arm, "seed": seed, "settings": settings, "rows": rows})
         record = {"weights": "SmolLM2-135M-Instruct, Q4_1 dequantised", "versions": versions, "runs": runs}
         options.out.parent.mkdir(parents=True, exist_ok=True)
         unfinished = options.out.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(record, indent=1) + "\n")
         os.replace(unfinished, options.out)
-        print(f"{arm}, seed {seed}: {seconds} s, final {report.final_score(curves(runs[-1])):.3f}", file=sys.stderr)
+        final, seconds = report.final_score(curves(runs[-1])), time.monotonic() - start
+        print(f"{arm}, seed {seed}: {seconds:.0f} s, final {final:.3f}", file=sys.stderr)
     print(table(runs))
 
 

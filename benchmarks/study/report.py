@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from .arms import BEST
+from .arms import BEST, ORACLE
 
 COLUMNS = ("task", "arm", "seed", "episodes", "score", "kl", "entropy")
 LAST = 4  # evaluations that make the final score
@@ -155,24 +155,26 @@ def _percent(values: tuple[float, float, float]) -> str:
 
 
 def draw(data: dict[tuple[str, str], Curves], path: Path) -> None:
-    """Mean curves of the best PPO and the presets, a panel a task."""
+    """Mean curves of PPO and the presets, a panel a task."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     tasks = list(dict.fromkeys(task for task, arm in data if arm == BEST))
-    figure, panels = pyplot.subplots(1, len(tasks), figsize=(4 * len(tasks), 3.2), squeeze=False)
-    for task, panel in zip(tasks, panels[0]):
-        for arm in (BEST, "tuned", "paper"):
+    high = -(-len(tasks) // 3)
+    figure, panels = pyplot.subplots(high, min(3, len(tasks)), figsize=(12, 3 * high), squeeze=False)
+    for panel in panels.flat[len(tasks) :]:
+        panel.set_axis_off()
+    for task, panel in zip(tasks, panels.flat):
+        for arm in (BEST, "tuned", "paper", ORACLE):
             curves = list(data.get((task, arm), {}).values())
             if curves:
                 scores = np.mean([curve[:, 1] for curve in curves], axis=0)
                 panel.plot(curves[0][:, 0], scores, label=arm)
         panel.set_title(task)
-        panel.set_xlabel("episodes")
-    panels[0][0].set_ylabel("score")
-    panels[0][0].legend()
+        panel.set(xlabel="episodes", ylabel="score")
+        panel.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
