@@ -120,8 +120,8 @@ class _Sweep:
         self.top = torch.full((rows, 1), _BELOW_ALL, dtype=wide, device=hidden.device)
         self.mass, self.mean, self.chosen, self.others = (zeros(rows, 1) for _ in range(4))
         self.chosen_slope = torch.ones_like(self.chosen)
-        self.pull = zeros(rows, size) if grad else None
-        self.turn = zeros(rows, size) if grad and entropy_grad else None
+        self.grad, self.entropy_grad = grad, grad and entropy_grad
+        self.pull, self.turn = (zeros(rows, size if wanted else 0) for wanted in (self.grad, self.entropy_grad))
 
     def over(self, block: int) -> _Sweep:
         """All words, `block` at a time; autocast would round the logits."""
@@ -141,7 +141,7 @@ class _Sweep:
         slope = None
         if self.head.cap is not None:
             squashed = logits.div_(self.head.cap).tanh_()
-            slope = None if self.pull is None else 1.0 - squashed.square()
+            slope = 1.0 - squashed.square() if self.grad else None
             logits = squashed.mul_(self.head.cap)
         if self.temperature != 1.0:
             logits.div_(self.temperature)
@@ -158,14 +158,14 @@ class _Sweep:
         weights = logits.exp()
         self.mean = (self.mean + shift * self.mass) * factor + torch.linalg.vecdot(weights, logits).unsqueeze(1)
         self.mass = self.mass * factor + weights.sum(1, keepdim=True)
-        if self.pull is None:
+        if not self.grad:
             return
         weights.scatter_(1, column, torch.where(here, 0.0, weights.gather(1, column)))
         self.others = self.others * factor + weights.sum(1, keepdim=True)
         if slope is not None:
             weights.mul_(slope)
         matrix = weight.to(self.narrow)
-        if self.turn is not None:
+        if self.entropy_grad:
             self.turn.addcmul_(self.pull, shift).mul_(factor)
             self.turn.add_(logits.mul_(weights).to(self.narrow) @ matrix)
         self.pull.mul_(factor).add_(weights.to(self.narrow) @ matrix)
@@ -184,7 +184,7 @@ class _Sweep:
         label = self.head.weight[self.labels].to(self.hidden.dtype) * self.chosen_slope
         outer = self.head.scale / self.temperature
         by_logp = (self.others * label - self.pull).div_(self.mass).mul_(outer).to(self.narrow)
-        if self.turn is None:
+        if not self.entropy_grad:
             return by_logp, None
         own = logps.exp() * (logps + entropies)
         rest = self.turn + (entropies.unsqueeze(1) - self.mass.log()) * self.pull
