@@ -119,6 +119,24 @@ def test_the_model_loads_last(flags, words, tmp_path, monkeypatch):
         pipeline.build(recipe)
 
 
+@pytest.mark.parametrize(
+    ("manifest", "words"),
+    [
+        ({"save_only_model": True}, "was saved with save_only_model"),
+        (
+            {"save_only_model": False, "run": {"critic": "adapter"}},
+            "was saved with critic='adapter'; this run has 'shar",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_before_the_model_loads(manifest, words, tmp_path, monkeypatch):
+    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "files": {}}))
+    monkeypatch.setattr(pipeline, "load_model", None)
+    flags = ["--output_dir", str(tmp_path / "run"), "--resume_from_checkpoint", str(tmp_path)]
+    with pytest.raises(ValueError, match=words):
+        pipeline.build(load_recipe("quickstart/ppo_tiny", flags))
+
+
 def test_a_saved_adapter_learns_on(folder, prompts, lora, tmp_path):
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM

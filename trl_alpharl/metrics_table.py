@@ -52,6 +52,7 @@ METRICS: dict[str, Metric] = {
     "response_tokens_per_s": Metric(
         "completion tokens of a rollout over its rollout, score and update seconds", "tokens/s"
     ),
+    "time/compiled_graphs": Metric("graphs compiled so far by this process (compile_layers)", "graphs"),
     "memory/peak_bytes": Metric("peak device memory (CUDA) or resident memory of the process (CPU)", "bytes"),
     # ARPO's, each while its mechanism is on
     "arpo/reward_center/{name}": Metric("center that one reward function's numbers are scaled from", "reward"),

@@ -25,7 +25,7 @@ from .recipe import Recipe
 from .trainers import inputs
 from .trainers.arpo_config import ARPOConfig
 from .trainers.arpo_trainer import ARPOTrainer
-from .trainers.checkpoints import check_manifest
+from .trainers.checkpoints import check_resumable
 from .trainers.notices import RepairedFieldWarning
 from .trainers.ppo_config import PPOConfig
 from .trainers.ppo_trainer import PPOTrainer
@@ -112,7 +112,7 @@ def run(prepared: Run) -> dict[str, Any]:
 
 
 def check_resume(args: PPOConfig) -> None:
-    """Raise ValueError when the checkpoint to go on from is missing or damaged."""
+    """Raise ValueError when the checkpoint to go on from is missing, damaged or another kind of run's."""
     place = args.resume_from_checkpoint
     if not place:
         return
@@ -123,7 +123,7 @@ def check_resume(args: PPOConfig) -> None:
             raise ValueError(f"resume_from_checkpoint is true, but {folder} holds no checkpoint.")
     if not Path(place).is_dir():
         raise ValueError(f"resume_from_checkpoint: there is no folder {place}.")
-    check_manifest(Path(place))
+    check_resumable(Path(place), args, args.critic)
 
 
 def load_prompts(script: ScriptKnobs, seed: int) -> tuple[Any, Any]:

@@ -53,6 +53,7 @@ def test_every_logged_key_is_described_and_every_described_key_is_logged(trainer
         "arpo/",
         "lowrank/",
         "objective/engine_",
+        "time/compiled_",
     )  # test_arpo_trainer.py, lowrank/test_in_ppo.py, test_engine.py
     own = {key: metric for key, metric in METRICS.items() if not key.startswith(elsewhere)}
     assert [key for key, metric in own.items() if not any(metric is entry for entry in found)] == []

@@ -312,6 +312,11 @@ OBSERVED = {  # field -> values, and what is seen of them
         lambda run: type(lora_layers(run)[0](torch.zeros(1, 1, 64)).grad_fn).__name__,
     ),
     "merge_lora_in_rollouts": ({None: True, True: True, False: False}, merged_in_rollouts),
+    "compile_layers": (
+        {True: True, False: False},
+        lambda run: run.policy_model.get_base_model().model.layers[0]._compiled_call_impl is not None,
+    ),
+    "memory_budget_gib": ({None: 2, 1.0: 8, 1e-6: 1}, lambda run: run.plan(run.rollout())[0].rows),
 }
 
 

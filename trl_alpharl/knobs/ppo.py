@@ -137,6 +137,14 @@ class PPOKnobs:
         "Sample from a copy of the adapted layers with the adapter added, when they are not quantized. None: on a GPU, "
         "when the copy takes less than half of its free memory.",
     )
+    compile_layers: bool = knob(
+        False, "Compile decoder layers for scoring and training; minutes at the start, then some percent of each step."
+    )
+    memory_budget_gib: float | None = knob(
+        None,
+        "Rows that run at once in scoring and training: as many as keep what a backward pass needs within this. None: "
+        "per_device_train_batch_size.",
+    )
 
     model_init_kwargs: dict | None = knob(None, "Arguments of from_pretrained when the model is passed by name.")
 

@@ -101,6 +101,7 @@ class ActorCritic(TrainerFace, nn.Module):
                 "nothing else, on layers that are neither quantized nor tied."
             )
         self.merge_in_rollouts = merge_in_rollouts
+        self.compiled = False
         if fuse_lora:
             fuse_layers(policy)
         self.switch = adapters.RoleSwitch(policy)
@@ -253,9 +254,12 @@ class ActorCritic(TrainerFace, nn.Module):
     def _hidden_states(
         self, model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, frozen: Tensor | None
     ) -> Tensor:
+        grad = torch.is_grad_enabled()
         # A model with weights of its own keeps its layers.
         with nullcontext() if frozen is None else self._frozen_layers.replaced_by(frozen):
-            return hidden_states(decoder_of(model), ids, mask, positions)
+            with torch.set_grad_enabled(grad or self.compiled):
+                hidden = hidden_states(decoder_of(model), ids, mask, positions)
+        return hidden if grad else hidden.detach()
 
     def _watched(self, hidden: Tensor) -> Tensor:
         """The head's input. With `watch_head_gradient` the backward pass leaves the squared norm of the policy loss's
@@ -296,7 +300,7 @@ class ActorCritic(TrainerFace, nn.Module):
             with self.switch.using(self.adapters["critic"]):
                 hidden = take_positions(self._hidden_states(self.policy, *tokens), predict_at)
         else:
-            hidden = take_positions(hidden_states(decoder_of(self.value_model), *tokens[:3]), predict_at)
+            hidden = take_positions(self._hidden_states(self.value_model, *tokens[:3], None), predict_at)
         with torch.autocast(hidden.device.type, enabled=False):
             if self.value_head is not None:
                 values = self.value_head(hidden.float())

@@ -30,6 +30,21 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return decoder
 
 
+def layers_name(decoder: nn.Module) -> str | None:
+    """Where a decoder keeps its layers: `layers`, or `h` in older models. None: somewhere else."""
+    number = decoder.config.get_text_config().num_hidden_layers
+    lists = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
+    return next((name for name in lists if len(getattr(decoder, name)) == number), None)
+
+
+def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
+    """A decoder's layers, lowest first. Raises ValueError when they are not where decoders keep them."""
+    name = layers_name(decoder)
+    if name is None:
+        raise ValueError(f"{type(decoder).__name__} keeps its layers in an unknown place; it is not supported here.")
+    return list(getattr(decoder, name))
+
+
 def head_name(model: PreTrainedModel) -> str:
     """The attribute that holds the head: `lm_head` in most models."""
     head = model.get_output_embeddings()

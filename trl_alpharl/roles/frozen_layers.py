@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor, nn
 
-from .backbone import decoder_of, hidden_states, unwrap_peft
+from .backbone import decoder_of, hidden_states, layers_name, unwrap_peft
 
 
 class FrozenLayers:
@@ -23,9 +23,9 @@ class FrozenLayers:
     """
 
     def __init__(self, models: Sequence[nn.Module], count: int) -> None:
-        self.models, self.count = list(models), count
+        self.count = count
         self._decoders = [decoder_of(model) for model in models]
-        self._names = [_layers_name(decoder) for decoder in self._decoders]
+        self._names = [layers_name(decoder) for decoder in self._decoders]
 
     def run(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """Hidden states (R, W, H) that the lowest learning layer is given, without gradients."""
@@ -54,7 +54,7 @@ def frozen_layers(policy: nn.Module, copies: Sequence[nn.Module] = ()) -> Frozen
     """The frozen layers of a policy; None when there are none, or when running the decoder in two parts does not give
     what running it whole gives (layers that read more than their predecessor's output)."""
     decoder = decoder_of(policy)
-    name = _layers_name(decoder)
+    name = layers_name(decoder)
     if name is None or _learns(unwrap_peft(policy).get_input_embeddings()):
         return None
     layers = list(getattr(decoder, name))
@@ -63,13 +63,6 @@ def frozen_layers(policy: nn.Module, copies: Sequence[nn.Module] = ()) -> Frozen
         return None
     found = FrozenLayers([policy, *copies], count)
     return found if _same_in_two_parts(found, decoder) else None
-
-
-def _layers_name(decoder: nn.Module) -> str | None:
-    """Where a decoder keeps its layers: `layers`, or `h` in older models."""
-    number = decoder.config.get_text_config().num_hidden_layers
-    lists = [name for name, child in decoder.named_children() if isinstance(child, nn.ModuleList)]
-    return next((name for name in lists if len(getattr(decoder, name)) == number), None)
 
 
 def _learns(module: nn.Module) -> bool:

@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from .backbone import unwrap_peft
+from .backbone import decoder_layers, decoder_of, unwrap_peft
 from .cpu_attention import use_cpu_attention
 from .merged import copy_fits, mergeable, merged_adapter
 
 
 class TrainerFace:
     """What is asked of a transformers model, answered by the policy. `ActorCritic` mixes this in and holds `policy`,
-    `reference`, `value_model`, `switch`, `adapters` and
-    `merge_in_rollouts`."""
+    `reference`, `value_model`, `switch`, `adapters`,
+    `merge_in_rollouts` and `compiled`."""
 
     @property
     def config(self) -> Any:
@@ -49,6 +49,14 @@ class TrainerFace:
                 if model is not None:
                     use_cpu_attention(unwrap_peft(model))
 
+    def compile_layers(self) -> None:
+        """Compile the decoder layers of policy and critic, one graph for all layers of a role. Rollouts stay as they
+        are. From here on every pass records a graph, the scoring pass too: another kernel would round otherwise."""
+        for model in (self.policy, self.value_model):
+            for layer in [] if model is None else decoder_layers(decoder_of(model)):
+                layer.compile()
+        self.compiled = True
+
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Around all `generate` calls of a rollout: eval mode, no gradients, the policy's adapter merged if it can be
@@ -63,7 +71,8 @@ class TrainerFace:
         self.eval()
         try:
             with torch.no_grad(), merged_adapter(self.policy, adapter) if merge else nullcontext():
-                yield
+                with torch.compiler.set_stance("force_eager") if self.compiled else nullcontext():
+                    yield
         finally:
             hook.remove()
             self.train(training)

@@ -119,7 +119,7 @@ class CheckpointMixin:
             "trl_alpharl": __version__,
             "step": self.state.global_step,
             "save_only_model": self.args.save_only_model,
-            "run": self._sizes(),
+            "run": _sizes(self.args, self.model.critic),
             "files": {
                 path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
                 for path in sorted(checkpoint.rglob("*"))
@@ -128,22 +128,10 @@ class CheckpointMixin:
         }
         (checkpoint / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
-    def _sizes(self) -> dict[str, Any]:
-        """What a resumed run must share with the run that saved, or its rollouts and optimizer would not line up."""
-        names = ("world_size", "batch_size", "num_ppo_epochs", "num_mini_batches", "seed", "data_seed")
-        return {"critic": self.model.critic} | {name: getattr(self.args, name) for name in names}
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load policy, critic, controllers and the rollout in use; the optimizer follows from transformers."""
         checkpoint = Path(resume_from_checkpoint)
-        manifest = check_manifest(checkpoint)
-        if manifest["save_only_model"]:
-            raise ValueError(f"{checkpoint} was saved with save_only_model: it has no optimizer to resume with.")
-        for name, size in self._sizes().items():
-            if manifest["run"][name] != size:
-                raise ValueError(
-                    f"{checkpoint} was saved with {name}={manifest['run'][name]!r}; this run has {size!r}."
-                )
+        check_resumable(checkpoint, self.args, self.model.critic)
         self._load_weights(checkpoint)
         state = json.loads((checkpoint / _rank_file(CONTROLLERS, self.args)).read_text())
         for name, controller in self._controllers().items():
@@ -233,6 +221,23 @@ def check_manifest(checkpoint: Path) -> dict[str, Any]:
         if _digest(path) != saved["sha256"]:
             raise ValueError(f"{checkpoint} is damaged: {name} is not what was saved (its checksum differs).")
     return manifest
+
+
+def check_resumable(checkpoint: Path, args: Any, critic: str) -> None:
+    """Raise ValueError, naming the file or the field, when a run with these arguments and this kind of critic
+    (`shared`, `adapter` or `model`) cannot go on from the checkpoint."""
+    manifest = check_manifest(checkpoint)
+    if manifest["save_only_model"]:
+        raise ValueError(f"{checkpoint} was saved with save_only_model: it has no optimizer to resume with.")
+    for name, size in _sizes(args, critic).items():
+        if manifest["run"][name] != size:
+            raise ValueError(f"{checkpoint} was saved with {name}={manifest['run'][name]!r}; this run has {size!r}.")
+
+
+def _sizes(args: Any, critic: str) -> dict[str, Any]:
+    """What a resumed run must share with the run that saved, or its rollouts and optimizer would not line up."""
+    names = ("world_size", "batch_size", "num_ppo_epochs", "num_mini_batches", "seed", "data_seed")
+    return {"critic": critic} | {name: getattr(args, name) for name in names}
 
 
 def _digest(path: Path) -> str:

@@ -169,6 +169,7 @@ _RANGES: Ranges = (
         lambda value: value > 0,
         "above 0",
     ),
+    ("memory_budget_gib", (int, float), lambda value: value > 0, "above 0"),
     ("kl_coef vf_coef critic_learning_rate", (int, float), lambda value: value >= 0, "0 or more"),
     ("gamma lam lam_critic", (int, float), lambda value: 0 <= value <= 1, "between 0 and 1"),
     ("vllm_gpu_memory_utilization", (int, float), lambda value: 0 < value <= 1, "above 0 and at most 1"),

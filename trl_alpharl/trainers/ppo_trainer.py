@@ -153,6 +153,8 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
         embedded = self.policy_model.get_input_embeddings().weight.shape[0]
         self.tokenize_prompts.num_embeddings = embedded
         self.model.fit_to_device(self.accelerator.device)
+        if args.compile_layers:
+            self.model.compile_layers()
         pads = (tokenizer.pad_token_id, tokenizer.eos_token_id)  # a [PAD] that a script added may lie past the end
         self.sampling = Sampling(
             response_length=args.response_length,
@@ -177,6 +179,7 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
                 reward.shares_vocabulary = reward.tokenizer.get_vocab() == tokenizer.get_vocab()
         self._experience: Advantages | None = None
         self._plan: tuple[Rollout, ChunkPlan, list[list[list[int]]]] | None = None
+        self._saved_bytes: float | None = None  # a token, measured when a memory budget first asks
         self._started = time.time()
         self._update_started = self._collect_s = 0.0
         self._ready = False

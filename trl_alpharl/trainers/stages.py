@@ -25,10 +25,12 @@ from ..functional.masking import masked_moments, masked_sum, merge_moments, whit
 from ..functional.rewards import combine_rewards, penalize_missing_eos, token_rewards
 from ..records import Advantages, Rollout, Scored, TokenChunk, TokenStats
 from ..roles.prepare import check_positions, first_bad_parameter
+from ..roles.saved_bytes import saved_bytes_per_token
 from ..rollout.exploration import Exploration
 from ..rollout.prompts import prompt_rows, seeded_generator
 from ..rollout.sampler import sample
 from ..rollout.scoring import ChunkPlan, gather_rows, plan_chunks, score_rollout
+from ..shapes import equal_chunk_rows
 from .loader import mini_batches, take_rows
 from .metrics import MetricSums
 
@@ -246,9 +248,19 @@ class PPOStages:
             seed = (args.seed, rollout.index, args.process_index)
             sizes = (args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs)
             batches = mini_batches(*sizes, seed, rollout.replayed)
-            rows = min(args.per_device_train_batch_size, args.local_mini_batch_size)
+            rows = equal_chunk_rows(args.local_mini_batch_size, self._rows_at_once(rollout))
             self._plan = (rollout, plan_chunks(rollout, batches, rows), batches)
         return self._plan[1:]
+
+    def _rows_at_once(self, rollout: Rollout) -> int:
+        """The most rows of a chunk: a number by hand, or as many as fit the budget at the rollout's longest row."""
+        if self.args.memory_budget_gib is None:
+            return self.args.per_device_train_batch_size
+        if self._saved_bytes is None:
+            with self.accelerator.autocast():
+                self._saved_bytes = saved_bytes_per_token(self.model)
+        width = max(map(sum, zip(*rollout.lengths()))) + 1
+        return max(1, int(self.args.memory_budget_gib * 2**30 / (self._saved_bytes * width)))
 
     def _score(self, rollout: Rollout, plan: ChunkPlan, metrics: MetricSums) -> Scored:
         rewards, cause = self.reward(rollout, metrics)

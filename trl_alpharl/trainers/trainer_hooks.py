@@ -64,6 +64,8 @@ class TrainerHooks:
         means["eps"] = episode / max(time.time() - self._started, 1e-9)
         means["val/skipped_steps"] = self.faults.skipped_steps
         means["memory/peak_bytes"] = peak_memory_bytes(self.args.device)
+        if self.model.compiled:
+            means["time/compiled_graphs"] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
         if self.lr_scheduler is not None:
             means["lr"] = self.lr_scheduler.get_last_lr()[0]
         return means
