@@ -120,6 +120,23 @@ def test_each_lever_alone_and_all_together_change_no_number(start, kind, checkpo
         assert_close(first_step(other), plain)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_layers_beside_all_other_levers_change_no_number(start, kind, monkeypatch):
+    compile_with = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_with(self, backend="aot_eager"))
+    torch._dynamo.reset()
+    plain = first_step(start(kind, **levers(kind, OFF)))
+    assert_close(first_step(start(kind, compile_layers=True, **levers(kind, ON))), plain)
+    torch._dynamo.reset()
+
+
+def test_a_checkpointed_model_is_not_compiled(trainer, deep):
+    deep.gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match="compile_layers is on, but model is checkpointed"):
+        trainer(model=deep, compile_layers=True)
+
+
 @pytest.mark.parametrize(
     "kind, precision, checkpointing",
     [
