@@ -23,7 +23,7 @@ class FrozenLayers:
     """
 
     def __init__(self, models: Sequence[nn.Module], count: int) -> None:
-        self.models, self.count = list(models), count
+        self.count = count
         self._decoders = [decoder_of(model) for model in models]
         self._names = [layers_name(decoder) for decoder in self._decoders]
 
