@@ -374,3 +374,15 @@ def test_asked_for_in_vain_is_one_line(model):
         ActorCritic(model, cache_frozen_layers=True)
     message = str(error.value)
     assert message.startswith("cache_frozen_layers: ") and "lora_top_layers" in message and "\n" not in message
+
+
+def test_a_layer_that_is_unfrozen_later_is_told():
+    """It would silently get no gradient."""
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2)
+    policy = LlamaForCausalLM(config).requires_grad_(False)
+    policy.model.layers[1].requires_grad_(True)
+    found = frozen_layers(policy)
+    policy.model.layers[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="cache_frozen_layers"), found.replaced_by(torch.zeros(1, 2, 8)):
+        pass
