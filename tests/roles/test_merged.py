@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from peft import IA3Config, LoHaConfig, LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
-from trl_alpharl.roles import adapters
+from trl_alpharl.roles import adapters, merged
 from trl_alpharl.roles.actor_critic import ActorCritic
-from trl_alpharl.roles.merged import MergedPolicy
+from trl_alpharl.roles.merged import MergedPolicy, copy_fits, mergeable, merged_adapter
 
 
 def lora(**changes) -> LoraConfig:
@@ -33,7 +34,7 @@ KINDS = {
 
 def trained(model, config, adapter="default"):
     """A policy whose adapter has moved in every weight."""
-    model = get_peft_model(model, config, adapter_name=adapter)
+    model = get_peft_model(model, copy.deepcopy(config), adapter_name=adapter)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for _, parameter in adapters.adapter_parameters(model, adapter):
@@ -54,9 +55,9 @@ def state(model) -> dict:
 
 
 def same(first: dict, second: dict) -> bool:
-    weights, others = first.pop("weights"), second.pop("weights")
+    weights, others = first["weights"], second["weights"]
     equal = weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
-    return equal and first == second
+    return equal and all(first[part] == second[part] for part in first if part != "weights")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,6 +137,154 @@ def test_tied_weights_are_sent_once(named_model):
     names = [name for name, _ in MergedPolicy(policy, "default").named_parameters()]
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names
     assert len(names) == len(set(names))
+
+
+# All layers at once, for rollouts
+
+
+def logits(policy) -> torch.Tensor:
+    ids = torch.tensor([[5, 9, 11, 30], [8, 3, 60, 21]])
+    with torch.no_grad():
+        return policy(input_ids=ids).logits
+
+
+class Error(Exception):
+    pass
+
+
+MERGEABLE = {"lora", "dora", "rslora"}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", sorted(MERGEABLE))
+def test_the_merged_policy_says_the_same_and_is_whole_afterwards(model, kind, fused):
+    roles = ActorCritic(trained(model, KINDS[kind]), critic="adapter", fuse_lora=fused)
+    before = state(roles.policy)
+    own = logits(roles.policy)
+    products = []
+    hooks = [m.lora_A.default.register_forward_hook(lambda *_: products.append(1)) for m in lora_layers(roles.policy)]
+    with merged_adapter(roles.policy, "default"):
+        merged_logits = logits(roles.policy)
+    assert not products  # the adapters' own products are gone
+    for hook in hooks:
+        hook.remove()
+    torch.testing.assert_close(merged_logits, own, atol=1e-5, rtol=1e-5)
+    assert same(state(roles.policy), before)
+    assert torch.equal(logits(roles.policy), own)
+    with roles.switch.using(None):
+        assert (logits(roles.policy) - own).abs().max() > 0.01
+
+
+def lora_layers(policy) -> list:
+    return [module for module in policy.modules() if isinstance(module, BaseTunerLayer)]
+
+
+def test_adapters_on_some_layers_only(model):
+    policy = trained(model, lora(layers_to_transform=[1]))
+    policy.add_adapter("other", lora(layers_to_transform=[0]))  # a layer that the policy's adapter does not touch
+    own, before = logits(policy), state(policy)
+    with merged_adapter(policy, "default"):
+        torch.testing.assert_close(logits(policy), own, atol=1e-5, rtol=1e-5)
+    assert same(state(policy), before)
+
+
+def test_bf16_bases_come_back_bit_for_bit(model):
+    policy = trained(model.bfloat16(), lora())
+    before, own = state(policy), logits(policy)
+    for _ in range(3):
+        with merged_adapter(policy, "default"):
+            assert not torch.equal(lora_layers(policy)[0].weight, before["weights"][BASE])
+    assert same(state(policy), before) and torch.equal(logits(policy), own)
+
+
+BASE = "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"
+
+
+def test_an_error_inside_restores_the_policy(model):
+    policy = trained(model, lora())
+    before = state(policy)
+    with pytest.raises(Error), merged_adapter(policy, "default"):
+        raise Error
+    assert same(state(policy), before)
+
+
+def test_an_error_while_merging_restores_the_layers_before_it(model, monkeypatch):
+    policy = trained(model, lora())
+    before = state(policy)
+
+    def broken(**kwargs):
+        raise Error
+
+    monkeypatch.setattr(lora_layers(policy)[2], "merge", broken)
+    with pytest.raises(Error), merged_adapter(policy, "default"):
+        pass
+    assert same(state(policy), before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_can_be_merged(model, kind):
+    assert mergeable(trained(model, KINDS[kind])) == (kind in MERGEABLE)
+
+
+@pytest.mark.parametrize("change", ["lora_bias", "quantized", "head", "tied", "tied, adapters elsewhere", "critic"])
+def test_weights_that_something_else_uses_or_that_would_be_rounded_are_not_merged(model, change):
+    config = lora()
+    if change.startswith("tied"):
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.model.embed_tokens.weight
+    if change in ("head", "tied"):
+        config = lora(target_modules=["q_proj", "lm_head"])
+    if change == "lora_bias":
+        config = lora(lora_bias=True)
+    policy = trained(model, config)
+    if change == "critic":
+        policy.add_adapter("critic", lora(modules_to_save=["lm_head"]))
+    model.is_quantized = change == "quantized"
+    assert mergeable(policy) == (change in ("head", "tied, adapters elsewhere"))
+
+
+def test_a_copy_fits_into_half_of_what_is_free(model, monkeypatch):
+    policy = trained(model, lora())
+    assert copy_fits(policy)
+    monkeypatch.setattr(merged, "unwrap_peft", lambda _: SimpleNamespace(device=torch.device("cuda")))
+    needed = 2 * 2 * 64 * 64 * 4  # bytes: two layers, q and v, fp32
+    for free, fits in ((2 * needed, False), (2 * needed + 2, True)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        assert copy_fits(policy) == fits
+
+
+@pytest.mark.parametrize("wanted, expected", [(None, True), (True, True), (False, False)])
+def test_rollouts_sample_from_merged_weights(model, wanted, expected):
+    roles = ActorCritic(trained(model, lora()), critic="adapter", merge_in_rollouts=wanted).train()
+    before = state(roles.policy)
+    with roles.sampling():
+        assert [layer.merged_adapters for layer in lora_layers(roles.policy)] == [["default"] if expected else []] * 4
+        assert not roles.training and not torch.is_grad_enabled()
+    assert same(state(roles.policy), before) and roles.training and torch.is_grad_enabled()
+    with pytest.raises(Error), roles.sampling():
+        raise Error
+    assert same(state(roles.policy), before) and roles.training
+
+
+def test_a_copy_that_does_not_fit_is_made_only_when_it_is_asked_for(model, monkeypatch):
+    monkeypatch.setattr("trl_alpharl.roles.trainer_face.copy_fits", lambda policy: False)
+    for wanted in (None, True):
+        roles = ActorCritic(trained(copy.deepcopy(model), lora()), merge_in_rollouts=wanted)
+        with roles.sampling():
+            assert [layer.merged for layer in lora_layers(roles.policy)] == [bool(wanted)] * 4
+
+
+@pytest.mark.parametrize("kind", ["full", "tokens", "ia3"])
+def test_merging_that_cannot_be_is_refused_when_it_is_asked_for(model, kind):
+    for wanted in (None, True):
+        policy = copy.deepcopy(model) if kind == "full" else trained(copy.deepcopy(model), KINDS[kind])
+        if wanted is None:
+            with ActorCritic(policy).sampling():
+                assert not any(layer.merged for layer in lora_layers(policy))
+            continue
+        with pytest.raises(ValueError, match="merge_lora_in_rollouts is true, but model has no adapter") as error:
+            ActorCritic(policy, merge_in_rollouts=True)
+        assert "\n" not in str(error.value)
 
 
 # Refusals

@@ -67,6 +67,13 @@ def run_state() -> Callable:
 
 
 @pytest.fixture
+def deep(model):
+    """The tiny policy with four layers."""
+    torch.manual_seed(0)
+    return type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 4}))
+
+
+@pytest.fixture
 def arpo(model, tokenizer, dataset, tmp_path) -> Callable:
     """A factory of the tiny set-up's ARPOTrainer. Keywords of ARPOConfig go into the config, others to the trainer."""
     from dataclasses import fields

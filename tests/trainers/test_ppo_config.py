@@ -209,6 +209,10 @@ BAD_TOGETHER = [
         {"kl_target": 6.0, "kl_horizon": 8, "per_device_train_batch_size": 40},
         "kl_horizon is 8; .* a fifth of the rollout's 40",
     ),
+    (
+        {"compile_layers": True, "gradient_checkpointing": True},
+        "compile_layers and gradient_checkpointing are both on",
+    ),
     ({"auto_find_batch_size": True}, "not supported: auto_find_batch_size"),
     ({"use_liger_kernel": True}, "not supported: use_liger_kernel"),
     ({"label_smoothing_factor": 0.1}, "not supported: label_smoothing_factor"),

@@ -134,8 +134,8 @@ class PPOKnobs:
     )
     merge_lora_in_rollouts: bool | None = knob(
         None,
-        "Sample from a copy of the adapted layers with the adapter added, when they are not quantized. None: on a GPU, "
-        "when the copy takes less than half of its free memory.",
+        "Sample from a copy of the adapted layers with the adapter added, when they are not quantized. None: yes; "
+        "on a GPU, when the copy takes less than half of its free memory.",
     )
     compile_layers: bool = knob(
         False, "Compile decoder layers for scoring and training; minutes at the start, then some percent of each step."

@@ -17,6 +17,7 @@ from . import adapters
 from .backbone import FullPrecisionHead, check_head, decoder_of, hidden_states, take_positions, unwrap_peft
 from .frozen_layers import FrozenLayers, frozen_layers
 from .fused_lora import fuse_layers
+from .merged import mergeable
 from .prepare import (
     disable_dropout,
     first_bad_parameter,
@@ -94,6 +95,11 @@ class ActorCritic(TrainerFace, nn.Module):
             self._check_full_policy(model_adapter_name, ref_adapter_name)
         if value_model is not None:
             adapters.let_critic_learn(value_model)
+        if merge_in_rollouts and (self.adapters["policy"] is None or not mergeable(policy)):
+            raise ValueError(
+                "merge_lora_in_rollouts is true, but model has no adapter that can be added to its weights: LoRA, and "
+                "nothing else, on layers that are neither quantized nor tied."
+            )
         self.merge_in_rollouts = merge_in_rollouts
         self.compiled = False
         if fuse_lora:
@@ -233,9 +239,8 @@ class ActorCritic(TrainerFace, nn.Module):
         if self.reference is not None:
             model, head = self.reference, self._reference_head
         with self.switch.using(self.adapters["reference"]):
-            tokens = (chunk.input_ids, chunk.attention_mask, chunk.position_ids)
-            own = chunk.frozen_hidden if self._frozen_layers and model in self._frozen_layers.models else None
-            hidden = take_positions(self._hidden_states(model, *tokens, own), chunk.predict_at)
+            tokens = (chunk.input_ids, chunk.attention_mask, chunk.position_ids, chunk.frozen_hidden)
+            hidden = take_positions(self._hidden_states(model, *tokens), chunk.predict_at)
             return self._token_logps(head, hidden, chunk.completion_ids, temperature)[0]
 
     def frozen_hidden(self, chunk: TokenChunk) -> Tensor | None:
@@ -250,6 +255,7 @@ class ActorCritic(TrainerFace, nn.Module):
         self, model: nn.Module, ids: Tensor, mask: Tensor, positions: Tensor, frozen: Tensor | None
     ) -> Tensor:
         grad = torch.is_grad_enabled()
+        # A model with weights of its own keeps its layers.
         with nullcontext() if frozen is None else self._frozen_layers.replaced_by(frozen):
             with torch.set_grad_enabled(grad or self.compiled):
                 hidden = hidden_states(decoder_of(model), ids, mask, positions)

@@ -54,7 +54,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         rows = (query * scaling).reshape(len(key), key.shape[1], -1, key.shape[-1])
         if mask is not None and mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+            # Half of the range: a score below 0 must not take it to -inf, which a row of padding would turn into NaN.
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min / 2)
         output = _probabilities(rows, key, mask, query.shape) @ value
         ctx.save_for_backward(rows, key, value, mask)
         ctx.shape, ctx.scaling = query.shape, scaling

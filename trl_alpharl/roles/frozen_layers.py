@@ -23,9 +23,11 @@ class FrozenLayers:
     """
 
     def __init__(self, models: Sequence[nn.Module], count: int) -> None:
-        self.models, self.count = list(models), count
+        self.count = count
         self._decoders = [decoder_of(model) for model in models]
         self._names = [layers_name(decoder) for decoder in self._decoders]
+        below = list(getattr(self._decoders[0], self._names[0]))[:count]
+        self._constant = [parameter for layer in below for parameter in layer.parameters()]
 
     def run(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
         """Hidden states (R, W, H) that the lowest learning layer is given, without gradients."""
@@ -41,7 +43,14 @@ class FrozenLayers:
 
     @contextmanager
     def replaced_by(self, hidden: Tensor) -> Iterator[None]:
-        """All decoders with `hidden`, what `run` gave, in place of their frozen layers."""
+        """All decoders with `hidden`, what `run` gave, in place of their frozen layers.
+
+        Raises RuntimeError when one of these has been unfrozen since: it would get no gradient.
+        """
+        if any(parameter.requires_grad for parameter in self._constant):
+            raise RuntimeError(
+                "a layer that was frozen when the trainer was made learns now; set cache_frozen_layers to false."
+            )
         with ExitStack() as stack:
             for decoder, name in zip(self._decoders, self._names):
                 real = getattr(decoder, name)

@@ -51,7 +51,12 @@ class TrainerFace:
 
     def compile_layers(self) -> None:
         """Compile the decoder layers of policy and critic, one graph for all layers of a role. Rollouts stay as they
-        are. From here on every pass records a graph, the scoring pass too: another kernel would round otherwise."""
+        are. From here on every pass records a graph, the scoring pass too: another kernel would round otherwise.
+
+        Raises ValueError for a model whose layers are checkpointed: torch traces no checkpoint with a role's contexts.
+        """
+        if unwrap_peft(self.policy).is_activation_checkpointing:
+            raise ValueError("compile_layers is on, but model is checkpointed; call gradient_checkpointing_disable().")
         for model in (self.policy, self.value_model):
             for layer in [] if model is None else decoder_layers(decoder_of(model)):
                 layer.compile()

@@ -77,6 +77,15 @@ def check_top_layers(top_layers: int | None, peft_config: Any) -> None:
         raise ValueError("lora_top_layers is set, but there is no fresh adapter; pass peft_config (use_peft).")
     if getattr(peft_config, "layers_to_transform", None) is not None:
         raise ValueError("lora_top_layers and peft_config.layers_to_transform are both set; leave one of them out.")
+    if isinstance(peft_config, PeftConfig) and not hasattr(peft_config, "layers_to_transform"):
+        raise ValueError(f"lora_top_layers: a {type(peft_config).__name__} goes on all layers; use a LoraConfig.")
+    names = getattr(peft_config, "target_modules", None) or ()
+    pattern = isinstance(names, str) and names != "all-linear"
+    if pattern or any(part.isdigit() for name in names for part in name.split(".")):  # peft heeds these alone
+        raise ValueError(
+            "lora_top_layers and layers in peft_config.target_modules are both set; list names of modules such as "
+            "'q_proj' there, no pattern and no numbers."
+        )
 
 
 def load_causal_lm(name: str, field: str, **kwargs: Any) -> nn.Module:

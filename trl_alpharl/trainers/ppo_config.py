@@ -213,6 +213,8 @@ def _check_sizes(config: PPOConfig) -> None:
             f"num_mini_batches is {config.num_mini_batches}, which does not divide the rollout of {local} completions "
             "a process (per_device_train_batch_size x gradient_accumulation_steps)."
         )
+    if config.compile_layers and config.gradient_checkpointing:  # torch traces no checkpoint with a role's contexts
+        raise ValueError("compile_layers and gradient_checkpointing are both on; leave one of them out.")
     if config.kl_target is not None and config.kl_coef == 0:
         raise ValueError("kl_coef is 0, which kl_target cannot steer; start it above 0.")
     if config.kl_target is not None and config.kl_horizon * 5 <= config.batch_size:
