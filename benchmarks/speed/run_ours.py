@@ -23,7 +23,7 @@ from trl_alpharl.rollout.prompts import pad_left
 from . import models
 from .clock import PhaseClock
 from .result import write_result
-from .work import REWARD_MODULUS, TEMPERATURE, Work, count_tokens, ending_token
+from .work import REWARD_MODULUS, Work, common_settings, count_tokens, ending_token
 
 
 class ClockedPPOTrainer(PPOTrainer):
@@ -100,29 +100,12 @@ def last_token_reward(completion_ids: list[list[int]], **kwargs: Any) -> list[fl
 
 def build(work: Work, folder: Path, trainer: type[ClockedPPOTrainer] = ClockedPPOTrainer) -> ClockedPPOTrainer:
     """The trainer of a work, before its first step; what it writes goes to `folder`."""
-    rows = len(work.prompts)
     tokenizer = models.load_tokenizer(work)
     own = {} if work.lora_top_layers is None else {"lora_top_layers": work.lora_top_layers}
     args = PPOConfig(
         output_dir=str(folder),
-        use_cpu=work.device == "cpu",
-        per_device_train_batch_size=work.micro_batch,
-        gradient_accumulation_steps=rows // work.micro_batch,
-        gradient_checkpointing=work.gradient_checkpointing,
-        response_length=work.response_tokens,
-        temperature=TEMPERATURE,
-        stop_token=None,
-        stop_token_id=work.stop_token_id,
-        num_ppo_epochs=work.ppo_epochs,
-        total_episodes=rows * work.updates,
-        local_rollout_forward_batch_size=rows,
-        learning_rate=1e-5,
-        seed=work.seed,
+        **common_settings(work),
         logging_steps=work.ppo_epochs,
-        num_sample_generations=0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
         **own,
         **work.settings,
     )

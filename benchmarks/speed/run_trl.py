@@ -15,7 +15,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from . import models
 from .clock import PhaseClock
 from .result import write_result
-from .work import REWARD_MODULUS, TEMPERATURE, Work, count_tokens
+from .work import REWARD_MODULUS, Work, common_settings, count_tokens
 
 
 class LastTokenReward(nn.Module):
@@ -62,28 +62,11 @@ def put_on_clock(trainer: PPOTrainer, clock: PhaseClock, work: Work) -> None:
 
 def build(work: Work, folder: Path) -> PPOTrainer:
     """The trainer of a work, before its first step; what it writes goes to `folder`."""
-    rows = len(work.prompts)
     tokenizer = models.load_tokenizer(work)
     args = PPOConfig(
         output_dir=str(folder),
-        use_cpu=work.device == "cpu",
         bf16=work.device == "cuda",
-        per_device_train_batch_size=work.micro_batch,
-        gradient_accumulation_steps=rows // work.micro_batch,
-        gradient_checkpointing=work.gradient_checkpointing,
-        response_length=work.response_tokens,
-        temperature=TEMPERATURE,
-        stop_token=None,
-        stop_token_id=work.stop_token_id,
-        num_ppo_epochs=work.ppo_epochs,
-        total_episodes=rows * work.updates,
-        local_rollout_forward_batch_size=rows,
-        learning_rate=1e-5,
-        seed=work.seed,
-        num_sample_generations=0,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+        **common_settings(work),
     )
     dataset = Dataset.from_dict({"input_ids": work.prompts})
     return PPOTrainer(

@@ -125,3 +125,27 @@ def ending_token(rows: list[list[int]]) -> int:
     """The token id that, as a stop token, would bring the mean length of these rows closest to half of theirs."""
     half = sum(map(len, rows)) / 2
     return min(sorted({token for row in rows for token in row}), key=lambda id: abs(count_tokens(rows, id) - half))
+
+
+def common_settings(work: Work) -> dict[str, Any]:
+    """Fields of TRL 1.12's `PPOConfig`, and of ours, that are the same on both sides."""
+    rows = len(work.prompts)
+    return {
+        "use_cpu": work.device == "cpu",
+        "per_device_train_batch_size": work.micro_batch,
+        "gradient_accumulation_steps": rows // work.micro_batch,
+        "gradient_checkpointing": work.gradient_checkpointing,
+        "response_length": work.response_tokens,
+        "temperature": TEMPERATURE,
+        "stop_token": None,
+        "stop_token_id": work.stop_token_id,
+        "num_ppo_epochs": work.ppo_epochs,
+        "total_episodes": rows * work.updates,
+        "local_rollout_forward_batch_size": rows,
+        "learning_rate": 1e-5,
+        "seed": work.seed,
+        "num_sample_generations": 0,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }

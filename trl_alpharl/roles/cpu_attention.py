@@ -1,5 +1,5 @@
 """Attention for short rows in half precision on a CPU, where torch's own kernel is several times slower than matrix
-products (measured at 81 tokens, 9 heads on 3: 3.7 ms against 22 ms forward and backward)."""
+products."""
 
 from __future__ import annotations
 

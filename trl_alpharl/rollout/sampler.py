@@ -85,8 +85,7 @@ def sample(
 
 class TokenDraw(LogitsProcessor):
     """Draws the next token from softmax(logits / temperature) and gives it the greatest score, for a `generate` that
-    takes the greatest. One uniform number a row decides, where `multinomial` draws one for every word: on a CPU that
-    is a tenth of a small model's step."""
+    takes the greatest. One uniform number a row decides, where `multinomial` draws one for every word."""
 
     def __init__(self, temperature: float) -> None:
         self.temperature = temperature
