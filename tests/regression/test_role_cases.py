@@ -41,21 +41,40 @@ def our_metrics(trainer) -> list[dict[str, float]]:
     return [{k: v for k, v in log.items() if not k.startswith(NOT_OURS)} for log in trainer.state.log_history]
 
 
-def test_case_2_one_copy_of_the_base_in_a_whole_run(trainer, model, lora):
-    """Generation, scoring and training of all roles read the weights that the model came with; only a merged rollout
-    has a copy, for as long as it lasts."""
+@pytest.mark.parametrize("merged", [False, None])
+def test_case_2_one_copy_of_the_base_in_a_whole_run(trainer, model, lora, merged):
+    """Generation, scoring and training of all roles read the weights that the model came with; a merged rollout alone
+    has a copy, of the adapted layers, for as long as it lasts."""
     base = {p.data_ptr() for p in model.parameters()}
     seen: set[int] = set()
-    hook = nn.modules.module.register_module_forward_pre_hook(
-        lambda module, args: seen.update(p.data_ptr() for p in module.parameters(recurse=False))
-    )
+    copied: set[int] = set()
+    generating = False
+
+    def note(module, args):
+        place = copied if generating and merged is None else seen
+        place.update(p.data_ptr() for p in module.parameters(recurse=False))
+
+    hook = nn.modules.module.register_module_forward_pre_hook(note)
     try:
-        trainer = trainer(peft_config=lora, critic="adapter", merge_lora_in_rollouts=False)
+        trainer = trainer(peft_config=lora, critic="adapter", merge_lora_in_rollouts=merged)
+        generate = trainer.model.generate
+
+        def watched(*args, **kwargs):
+            nonlocal generating
+            generating = True
+            try:
+                return generate(*args, **kwargs)
+            finally:
+                generating = False
+
+        trainer.model.generate = watched
         trainer.train()
     finally:
         hook.remove()
     own = {p.data_ptr() for p in trainer.model.parameters() if p.requires_grad}
     assert seen <= base | own and len(seen & base) >= 18
+    assert bool(copied - base - own) is (merged is None)
+    assert {p.data_ptr() for p in trainer.model.parameters()} <= base | own
 
 
 class LargestTensor(TorchDispatchMode):
