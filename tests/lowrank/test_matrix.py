@@ -46,7 +46,7 @@ def test_a_refresh_step_holds_whole_gradients_of_few_matrices_only(exact):
         held.append(optimizer.gradient_bytes())
         optimizer.step()
     ordinary = 10 * 4 * (4 * 64 + 4 * 64)  # projected gradients and sketches, fp32
-    assert held[0] < ordinary + 10 * 64 * 16 * 4
+    assert held[0] < ordinary + 10 * 64 * 16 * 4 + 10 * 8 * 64 * 4  # a wider sketch beside the random basis
     assert all(bytes_ <= ordinary + 64 * 64 * 4 for bytes_ in held[1:])
 
 
@@ -82,6 +82,24 @@ def test_the_norm_of_several_micro_batches_is_unbiased_in_the_square(network, ex
     assert squares.std() > 1e-3  # and an estimate it is
 
 
+def test_the_sketch_is_wider_beside_a_random_basis(network, exact, backward):
+    """There it has most of the norm to say."""
+
+    def widths(**changes):
+        model = network()
+        optimizer = LowRankAdamW(model.parameters(), config=exact(norm_sketch=4, **changes))
+        found = []
+        for step in range(3):
+            backward(model, step, parts=2)
+            found.append({len(matrix.gradient.sketch) for matrix in optimizer._matrices.values()})
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert widths() == [{12}, {4}, {4}]
+    assert widths(refresh="random") == [{12}] * 3
+
+
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "fp8", "int8", "8bit", "nf4"])
 def test_every_item_is_kept_in_its_kind_and_training_still_works(exact, kind):
     torch.manual_seed(0)
@@ -113,7 +131,7 @@ def test_the_state_is_as_large_as_the_formula_says(exact):
     model = nn.Linear(192, 512, bias=False)
     optimizer = LowRankAdamW(model.parameters(), config=LowRankConfig(rank=32))
     model(torch.randn(2, 192)).sum().backward()
-    sketch, seen = 4 * 512, 192 * 40
+    sketch, seen = 12 * 512, 192 * 40
     held = optimizer.gradient_bytes()
     assert held == storage_bytes(32 * 512, "fp32") + (sketch + seen) * 4
     optimizer.step()

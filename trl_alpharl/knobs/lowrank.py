@@ -65,7 +65,11 @@ class LowRankKnobs:
         "Project each micro-batch's gradient during backward and drop it, so that full gradients never exist together. "
         "None: yes, unless update is scaled or several processes reduce full gradients.",
     )
-    norm_sketch: int = knob(4, "Random columns that estimate the norm of what lies outside the subspace, for clipping.")
+    norm_sketch: int = knob(
+        4,
+        "Random columns that estimate the norm of what lies outside the subspace, for clipping; three times as many "
+        "beside a random basis.",
+    )
     small_lora: bool = knob(False, "Project LoRA factors of rank 64 and less too (worse than a smaller LoRA).")
 
     # Storage

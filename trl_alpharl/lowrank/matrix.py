@@ -25,6 +25,7 @@ from .storage import fetch, fetch_moments, seeded_generator, store, store_moment
 
 _SMALLEST_MOVE = 0.25  # the energy policy leaves smaller changes of a rank alone: each costs a transport
 _GROWTH = 1.5  # and lets a rank grow by no more than this at once
+_BLIND = 3  # times as wide a sketch beside a random basis, which leaves most of a gradient's norm to it
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,9 @@ class ProjectedMatrix:
         """Take in one micro-batch's gradient, in the weight's shape."""
         if not state:
             self._start(state, step)
-        matrix, basis = self._oriented(gradient), self._basis(state)
-        both = torch.cat([basis, self._signs(step)], dim=1).to(matrix.dtype)  # one pass over the gradient
-        projected, sketch = project(both, matrix).float().split([basis.shape[1], self.config.norm_sketch])
+        matrix, basis, signs = self._oriented(gradient), self._basis(state), self._signs(state, step)
+        both = torch.cat([basis, signs], dim=1).to(matrix.dtype)  # one pass over the gradient
+        projected, sketch = project(both, matrix).float().split([basis.shape[1], signs.shape[1]])
         fresh = {"projected": projected}
         if self._is_due(state, step):
             fresh["seen"] = see(matrix, self._look(state, step)).float()
@@ -165,8 +166,8 @@ class ProjectedMatrix:
             inside = square_sum(projected)
             self.square = self.gradient.exact_square
             if self.square is None:
-                seen_inside = project(self._signs(step), self._basis(state)) @ projected
-                outside = square_sum(self.gradient.sketch - seen_inside) / self.config.norm_sketch
+                seen_inside = project(self._signs(state, step), self._basis(state)) @ projected
+                outside = square_sum(self.gradient.sketch - seen_inside) / len(seen_inside)
                 self.square = inside + outside
             self.energies = (inside, self.square)
         return self.square
@@ -247,7 +248,8 @@ class ProjectedMatrix:
     def _generator(self, step: int, purpose: str) -> torch.Generator:
         return seeded_generator(self.parameter.device, self.config.seed, self.index, step, purpose)
 
-    def _signs(self, step: int) -> Tensor:
+    def _signs(self, state: dict[str, Any], step: int) -> Tensor:
         generator = self._generator(step, "norm")
-        shape = (self.d, self.config.norm_sketch)
+        blind = self.method == "random" or self._is_first(state)
+        shape = (self.d, self.config.norm_sketch * (_BLIND if blind else 1))
         return torch.randint(0, 2, shape, generator=generator, device=generator.device) * 2.0 - 1.0
