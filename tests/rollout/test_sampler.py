@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel
 
 from trl_alpharl.roles.actor_critic import ActorCritic
+from trl_alpharl.rollout.exploration import Exploration
 from trl_alpharl.rollout.sampler import Sampling, TokenDraw, completion_mask, sample, stop_token_ids
 from trl_alpharl.rollout.scoring import plan_chunks
 
@@ -122,6 +123,50 @@ def test_chunks_of_generation_cover_all_rows(model, chunk_rows):
     assert len(set(rollout.completion_mask.sum(1).tolist())) > 1
 
 
+def widths_of_batches(model) -> list[int]:
+    """Rows of each forward pass of a model from now on."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True)
+    return seen
+
+
+@pytest.mark.parametrize("explored", [None, Exploration(logit_noise=0.5, epsilon=0.2)])
+def test_rows_that_have_ended_leave_the_batch_and_nothing_else_changes(model, explored):
+    roles = ActorCritic(favour(model, 1, 2.0))
+    seen = widths_of_batches(roles.policy)
+    kept = replace(SAMPLING, response_length=30, chunk_rows=16, drop_finished_rows=False)
+    prompts = [[row % 60 + 2] * (1 + row % 5) for row in range(16)]
+    plain = sample(roles, prompts, [{}] * 16, 0, kept, 3, explored)
+    assert set(seen) == {16}
+    seen.clear()
+    dropped = sample(roles, prompts, [{}] * 16, 0, replace(kept, drop_finished_rows=True), 3, explored)
+    assert seen == sorted(seen, reverse=True) and len(set(seen)) > 2 and seen[-1] < 8
+    assert torch.equal(plain.completion_ids, dropped.completion_ids)
+    assert torch.equal(plain.completion_mask, dropped.completion_mask)
+    if explored is not None:
+        torch.testing.assert_close(plain.behavior_logps, dropped.behavior_logps, atol=1e-5, rtol=1e-5)
+
+
+def test_rows_leave_the_batch_of_a_model_without_a_cache(model):
+    """What cannot be cut is computed anew."""
+    roles = ActorCritic(favour(model, 1, 2.0))
+    how = replace(SAMPLING, response_length=30)
+    prompts = [[row + 2] * (1 + row % 3) for row in range(8)]
+    plain = draw(roles, how, prompts=prompts)
+    generate = roles.policy.generate
+
+    def without_cache(**kwargs):
+        kwargs["generation_config"].use_cache = False
+        found = generate(**kwargs)
+        assert found.past_key_values is None
+        return found
+
+    roles.policy.generate = without_cache
+    seen = widths_of_batches(roles.policy)
+    assert torch.equal(draw(roles, how, prompts=prompts).completion_ids, plain.completion_ids)
+    assert min(seen) < 4
+
+
 # What completions are drawn from
 
 
@@ -139,7 +184,7 @@ def test_tokens_are_drawn_from_the_softmax_at_the_temperature(model):
 
 def tokens_drawn(scores: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
     """The drawn tokens (rows,): what `generate` takes from the processed scores when it does not sample."""
-    found = TokenDraw(temperature)(torch.zeros(len(scores), 1, dtype=torch.long), scores)
+    found = TokenDraw(temperature, torch.arange(len(scores)))(torch.zeros(len(scores), 1, dtype=torch.long), scores)
     assert found.shape == scores.shape and found.dtype == scores.dtype
     assert torch.equal(found.sum(-1), torch.ones(len(scores)).to(found)) and int((found != 0).sum()) == len(scores)
     return found.argmax(-1)

@@ -329,6 +329,7 @@ OBSERVED = {  # field -> values, and what is seen of them
         lambda run: type(lora_layers(run)[0](torch.zeros(1, 1, 64)).grad_fn).__name__,
     ),
     "merge_lora_in_rollouts": ({None: True, True: True, False: False}, merged_in_rollouts),
+    "drop_finished_rows": ({True: True, False: False}, lambda run: run.sampling.drop_finished_rows),
     "compile_layers": (
         {True: True, False: False},
         lambda run: run.policy_model.get_base_model().model.layers[0]._compiled_call_impl is not None,

@@ -137,6 +137,9 @@ class PPOKnobs:
         "Sample from a copy of the adapted layers with the adapter added, when they are not quantized. None: yes; "
         "on a GPU, when the copy takes less than half of its free memory.",
     )
+    drop_finished_rows: bool = knob(
+        True, "Whenever half of the completions of a batch have ended, sample the others in a smaller one."
+    )
     compile_layers: bool = knob(
         False, "Compile decoder layers for scoring and training; minutes at the start, then some percent of each step."
     )

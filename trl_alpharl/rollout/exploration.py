@@ -50,7 +50,8 @@ class Exploration:
 class BehaviorRecorder(LogitsProcessor):
     """Turns logits into log mu, so that `generate` (at temperature 1) samples from mu, and keeps log mu of each token.
 
-    One object serves one call of `generate`. It holds one step's (rows, V) log-probs at a time.
+    One object serves the completions of one batch of prompts: `generate`, then `logps`; after `keep` the same for the
+    rows that go on. It holds one step's (rows, V) log-probs at a time.
     """
 
     def __init__(self, exploration: Exploration, temperature: float) -> None:
@@ -64,7 +65,7 @@ class BehaviorRecorder(LogitsProcessor):
         how = self.exploration
         if self._last is not None:
             self._note(input_ids[:, -1])
-        elif how.logit_noise:
+        elif how.logit_noise and self._noise is None:
             self._noise = how.logit_noise * torch.randn_like(scores)
         self._last = behavior_log_probs(scores, self.temperature, self._noise, how.epsilon, how.epsilon_top_p)
         return self._last
@@ -73,9 +74,14 @@ class BehaviorRecorder(LogitsProcessor):
         self._chosen.append(self._last.gather(1, tokens.unsqueeze(1)))
 
     def logps(self, completion_ids: Tensor) -> Tensor:
-        """log mu (rows, C) of the completions that `generate` returned, nats; past a completion's end, anything."""
+        """log mu (rows, C) of what one call of `generate` added, nats; past a completion's end, anything."""
         self._note(completion_ids[:, -1])
-        return torch.cat(self._chosen, 1)
+        chosen, self._chosen, self._last = self._chosen, [], None
+        return torch.cat(chosen, 1)
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows alone, each with the noise it had."""
+        self._noise = None if self._noise is None else self._noise[rows]
 
 
 def norm_weights(policy: nn.Module) -> list[nn.Parameter]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor
+from transformers import Cache, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ..records import Rollout
 from .exploration import Exploration
@@ -25,6 +25,7 @@ class Sampling:
     stop_ids: tuple[int, ...]
     pad_id: int
     chunk_rows: int  # completions generated at once
+    drop_finished_rows: bool = True  # go on without those that have ended, whenever half have
 
 
 def stop_token_ids(
@@ -68,13 +69,9 @@ def sample(
             for start in range(0, len(prompts), sampling.chunk_rows):
                 ids, mask = pad_left(prompts[start : start + sampling.chunk_rows], sampling.pad_id, device)
                 recorder = None if exploration is None else exploration.recorder(sampling.temperature)
-                # A recorder divides by the temperature itself.
-                draw = [TokenDraw(sampling.temperature)] if recorder is None else [recorder, TokenDraw(1.0)]
-                tokens = {"input_ids": ids, "attention_mask": mask.long()}
-                found = actor_critic.generate(**tokens, generation_config=config, logits_processor=draw)
-                completions.append(found[:, ids.shape[1] :])
-                if recorder is not None:
-                    logps.append(recorder.logps(completions[-1]))
+                found, recorded = _generate(actor_critic, ids, mask.long(), config, sampling, recorder)
+                completions.append(found)
+                logps.append(recorded)
     rollout = assemble(prompts, completions, examples, index, sampling, device)
     if exploration is None:
         return rollout
@@ -83,18 +80,82 @@ def sample(
     return replace(rollout, behavior_logps=recorded.masked_fill(~rollout.completion_mask, 0.0))
 
 
+def _generate(
+    actor_critic: Any, ids: Tensor, mask: Tensor, config: GenerationConfig, sampling: Sampling, recorder: Any
+) -> tuple[Tensor, Tensor]:
+    """Completions (rows, tokens) of prompts (rows, P), padded where they have ended; with a recorder, their log-probs.
+
+    Whenever half of the rows have ended, the others go on in a smaller batch, with their part of the cache. Every row
+    keeps its own random numbers, so that this changes no draw.
+    """
+    rows = torch.arange(len(ids), device=ids.device)
+    completions = ids.new_full((len(ids), sampling.response_length), sampling.pad_id)
+    logps = torch.zeros(completions.shape, device=ids.device)
+    # A recorder divides by the temperature itself.
+    draw = TokenDraw(sampling.temperature if recorder is None else 1.0, rows)
+    stops = torch.tensor(sampling.stop_ids, dtype=ids.dtype, device=ids.device)
+    done, cache = 0, None
+    while len(rows) and done < sampling.response_length:
+        ending = HalfEnded(stops) if len(stops) and sampling.drop_finished_rows else None
+        config.max_new_tokens = sampling.response_length - done
+        found = actor_critic.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            past_key_values=cache,
+            generation_config=config,
+            logits_processor=[draw] if recorder is None else [recorder, draw],
+            stopping_criteria=None if ending is None else [ending],
+            return_dict_in_generate=True,
+        )
+        new = found.sequences[:, ids.shape[1] :]
+        part = (rows[:, None], torch.arange(done, done + new.shape[1], device=ids.device))
+        completions[part] = new
+        if recorder is not None:
+            logps[part] = recorder.logps(new).to(logps)
+        done += new.shape[1]
+        if ending is None or done == sampling.response_length:
+            break
+        going = (~ending.ended).nonzero().squeeze(1)
+        cache = found.past_key_values if isinstance(found.past_key_values, Cache) else None  # else it is made anew
+        if cache is not None:
+            cache.reorder_cache(going)
+        ids, rows = found.sequences[going], rows[going]
+        mask = torch.cat([mask, torch.ones_like(new)], 1)[going]
+        draw.rows = rows
+        if recorder is not None:
+            recorder.keep(going)
+    return completions[:, :done], logps[:, :done]
+
+
+class HalfEnded(StoppingCriteria):
+    """Ends a `generate` once at least half of its rows have ended; `ended` (rows,) says which."""
+
+    def __init__(self, stop_ids: Tensor) -> None:
+        self.stop_ids = stop_ids
+        self.ended = torch.zeros((), dtype=torch.bool, device=stop_ids.device)
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.ended = self.ended | torch.isin(input_ids[:, -1], self.stop_ids)
+        return (2 * self.ended.sum() >= len(self.ended)).expand(len(self.ended))
+
+
 class TokenDraw(LogitsProcessor):
     """Draws the next token from softmax(logits / temperature) and gives it the greatest score, for a `generate` that
-    takes the greatest. One uniform number a row decides, where `multinomial` draws one for every word."""
+    takes the greatest. One uniform number a row decides, where `multinomial` draws one for every word.
 
-    def __init__(self, temperature: float) -> None:
-        self.temperature = temperature
+    `rows` (R,): which of the rows at the start these are; the numbers of all are drawn. They may become fewer.
+    """
+
+    def __init__(self, temperature: float, rows: Tensor) -> None:
+        self.temperature, self.rows = temperature, rows
+        self.count = len(rows)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (rows, V): 1 for the token that was drawn, 0 for all others."""
         # fp64: in an fp32 sum near 1 a word of probability 1e-8 has no room.
         upto = torch.softmax(scores / self.temperature, -1, dtype=torch.float64).cumsum(-1)
-        at = torch.rand(len(scores), 1, dtype=torch.float64, device=scores.device) * upto[:, -1:]
+        drawn = torch.rand(self.count, 1, dtype=torch.float64, device=scores.device)
+        at = drawn[self.rows] * upto[:, -1:]
         token = torch.searchsorted(upto, at, right=True).clamp_(max=scores.shape[1] - 1)
         return torch.zeros_like(scores).scatter_(1, token, 1.0)
 

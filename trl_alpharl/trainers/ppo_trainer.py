@@ -162,6 +162,7 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
             stop_ids=stop_token_ids(args.stop_token, args.stop_token_id, tokenizer, self.model.generation_config),
             pad_id=next((pad for pad in pads if pad is not None and pad < embedded), 0),
             chunk_rows=args.local_rollout_forward_batch_size,
+            drop_finished_rows=args.drop_finished_rows,
         )
         self.engine = start_engine(args, self.model, self.accelerator, tokenizer, self.sampling)
         self.kl_controller = (
