@@ -3,6 +3,7 @@
     python benchmarks/vs_trl.py [--variant shared adapter top-half ragged] [--tokens 64] [--pairs 2] [--updates 2]
     python benchmarks/vs_trl.py --ablation [--variant shared]
     python benchmarks/vs_trl.py --sft
+    python benchmarks/vs_trl.py --scaling --tokens 16
 
 Without a mode: a comparison. The order is TRL, ours, ours, TRL, ...; every run is a process of its own, pinned to one
 core (--core), TRL's in an environment of its own, which the first call makes with pip in the user's cache
@@ -14,7 +15,8 @@ quarters of the length, and a stop token that ends the base model's answers at h
 a sample of it.
 
 --ablation: ours alone; each switch changed by itself between two runs with all at their defaults. --sft: the peak
-memory of PPO over that of the same module under a cross-entropy loss. --tiny: a random model of two layers; it shows
+memory of PPO over that of the same module under a cross-entropy loss. --scaling: ours with 8 times the prompts, and
+with 8 times the response tokens, over once each. --tiny: a random model of two layers; it shows
 that the script works, no more.
 """
 
@@ -28,7 +30,7 @@ from typing import Any
 from speed import report
 from speed.options import add_work_arguments, default_model, describe, parse, work_of, write_json
 from speed.processes import Sides, describe_machine, interleaved, make_trl_environment, pin
-from speed.work import NEEDS_FROZEN_LAYERS, SWITCHES, VARIANTS
+from speed.work import NEEDS_EARLY_ENDS, NEEDS_FROZEN_LAYERS, SWITCHES, VARIANTS, Work
 
 from trl_alpharl.builtin.cache import default_root
 
@@ -41,6 +43,7 @@ def parse_flags(words: list[str] | None = None) -> argparse.Namespace:
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--ablation", action="store_true", help="our switches, one changed at a time")
     mode.add_argument("--sft", action="store_true", help="PPO's peak memory over supervised fine-tuning's")
+    mode.add_argument("--scaling", action="store_true", help="ours with 8 times the prompts, and 8 times the tokens")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["shared"])
     parser.add_argument("--sides", choices=["both", "ours", "trl"], default="both")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each side (default: %(default)s)")
@@ -55,11 +58,17 @@ def parse_flags(words: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def compare(options: argparse.Namespace, sides: Sides, variant: str) -> dict[str, Any]:
-    """All runs of one variant, printed as they come, and their ratios."""
+def prepared(options: argparse.Namespace, sides: Sides, variant: str) -> Work:
+    """The work of a variant, with the stop token of a ragged one."""
     work = work_of(options, variant, options.updates)
     if VARIANTS[variant].ragged:
         work = replace(work, stop_token_id=sides.run("ending", work)["stop_token_id"])
+    return work
+
+
+def compare(options: argparse.Namespace, sides: Sides, variant: str) -> dict[str, Any]:
+    """All runs of one variant, printed as they come, and their ratios."""
+    work = prepared(options, sides, variant)
     runs = []
     order = interleaved("trl", "ours", options.pairs)
     for number, side in enumerate(side for side in order if options.sides in ("both", side)):
@@ -77,13 +86,11 @@ def compare(options: argparse.Namespace, sides: Sides, variant: str) -> dict[str
 
 def ablation(options: argparse.Namespace, sides: Sides, variant: str) -> dict[str, Any]:
     """Ours with one switch changed at a time, between two runs with none."""
-    work = work_of(options, variant, options.updates)
+    work = prepared(options, sides, variant)
+    without_effect = set(NEEDS_FROZEN_LAYERS if work.lora_top_layers is None else ())
+    without_effect |= set(NEEDS_EARLY_ENDS if work.stop_token_id is None else ())
     arms: list[tuple[str, dict[str, Any]]] = [("default", {})]
-    arms += [
-        (name, change)
-        for name, change in SWITCHES.items()
-        if work.lora_top_layers is not None or not set(NEEDS_FROZEN_LAYERS) & change.keys()
-    ]
+    arms += [(name, change) for name, change in SWITCHES.items() if not without_effect & change.keys()]
     runs = []
     for name, change in [*arms, ("default", {})]:
         own = replace(work, settings={**work.settings, **change})
@@ -106,6 +113,22 @@ def sft(options: argparse.Namespace, sides: Sides, variant: str) -> dict[str, An
     return {"sft": variant, "work": work.summary(), "runs": runs, "ratios": {"peak_bytes": found}}
 
 
+def scaling(options: argparse.Namespace, sides: Sides, variant: str) -> dict[str, Any]:
+    """Ours with 8 times as much of one thing, between two runs without."""
+    work = prepared(options, sides, variant)
+    arms = {
+        "once": work,
+        "8 x prompts": replace(work, prompts=work.prompts * 8),
+        "8 x response tokens": replace(work, response_tokens=work.response_tokens * 8),
+    }
+    runs = []
+    for name in [*arms, "once"]:
+        runs.append({**report.figures(sides.run("ours", arms[name]), arms[name]), "side": name})
+        say(runs[-1])
+    print(f"\n### 8 times as much, {variant}, {describe(work)}\n\n{report.scaling_table(runs)}", flush=True)
+    return {"scaling": variant, "work": work.summary(), "runs": runs}
+
+
 def say(run: dict[str, Any]) -> None:
     """One line a run, for who waits."""
     rest = run.get("failed") or f"{run['tokens_per_s']:.1f} tokens/s, {run['peak_bytes'] / report.GIB:.2f} GiB"
@@ -116,7 +139,8 @@ def main(words: list[str] | None = None) -> None:
     """Run what the flags say, print tables, write JSON."""
     options = parse_flags(words)
     options.model = options.model or default_model()
-    ours_alone = options.ablation or options.sft or options.sides == "ours"
+    mode = ablation if options.ablation else sft if options.sft else scaling if options.scaling else compare
+    ours_alone = mode is not compare or options.sides == "ours"
     if not ours_alone and options.trl_python is None and options.trl_path is None:
         options.trl_python = make_trl_environment(default_root() / "trl-1.12")
     core = pin(None if options.core < 0 else options.core)
@@ -125,8 +149,7 @@ def main(words: list[str] | None = None) -> None:
     print(f"{machine['processor']}, core {'all' if core is None else core}; load {machine['load_before']:.1f} before")
     if not ours_alone:
         print(report.DIFFERENCES)
-    part = ablation if options.ablation else sft if options.sft else compare
-    results = [part(options, sides, variant) for variant in options.variant]
+    results = [mode(options, sides, variant) for variant in options.variant]
     found = {"machine": machine, "differences": report.DIFFERENCES, "results": results}
     write_json(options.out, "vs_trl.py", words, found)
 

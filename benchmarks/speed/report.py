@@ -131,3 +131,20 @@ def ablation_table(runs: Sequence[dict[str, Any]]) -> str:
             cells = [f"{found[0]:.1f}", *(f"{number:.2f}" for number in found[1:])]
             lines.append("| " + " | ".join([run["side"], *cells]) + " |")
     return "\n".join(lines)
+
+
+def scaling_table(runs: Sequence[dict[str, Any]]) -> str:
+    """A row an arm: its seconds an update and its peak over the mean of the runs with once as much, by phase too."""
+    base = [run for run in runs if run["side"] == "once"]
+    lines = [
+        "| | rollout, s | score, s | update, s | all, s | over once | peak memory, GiB | over once |",
+        "|" + "---|" * 8,
+    ]
+    peak = statistics.fmean(run["peak_bytes"] for run in base)
+    whole = statistics.fmean(sum(run["phase_s"].values()) for run in base)
+    for run in runs:
+        seconds = sum(run["phase_s"].values())
+        cells = [run["side"], *(f"{run['phase_s'][phase]:.2f}" for phase in PHASES[:-1]), f"{seconds:.2f}"]
+        cells += [f"{seconds / whole:.2f}", f"{run['peak_bytes'] / GIB:.2f}", f"{run['peak_bytes'] / peak:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -43,8 +43,10 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "layers compiled": {"compile_layers": True},
     "rows of a chunk by a budget of 2 GiB": {"memory_budget_gib": 2.0},
     "frozen layers not cached": {"cache_frozen_layers": False},
+    "ended rows stay in the batch": {"drop_finished_rows": False},
 }
 NEEDS_FROZEN_LAYERS = ("cache_frozen_layers",)  # without effect where every layer has an adapter
+NEEDS_EARLY_ENDS = ("drop_finished_rows",)  # without effect where every completion has the same length
 
 
 @dataclass(frozen=True)

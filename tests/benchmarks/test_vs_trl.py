@@ -224,6 +224,13 @@ class TestReport:
         assert lines[2] == "| none (2 runs) | 8.0 | 1.00 (0.50 to 1.50) | 1.00 | 1.00 |"
         assert lines[3] == "| off | 6.0 | 0.75 | 1.00 | 1.00 |"
 
+    def test_scaling_is_over_the_mean_of_once(self, benchmark, tiny):
+        report = benchmark("speed.report")
+        results = [result("once", 2.0), result("8 x prompts", 16.0, tokens=192, peak=2**31), result("once", 6.0)]
+        runs = [{**report.figures(one, replace(tiny, stop_token_id=5)), "side": one["side"]} for one in results]
+        row = "| 8 x prompts | 4.00 | 4.00 | 4.00 | 16.00 | 4.00 | 2.00 | 2.00 |"
+        assert report.scaling_table(runs).splitlines()[3] == row
+
 
 def test_the_page_s_commands_parse(benchmark):
     page = (ROOT / "docs/performance.md").read_text()
@@ -231,6 +238,27 @@ def test_the_page_s_commands_parse(benchmark):
     assert len(commands) >= 4
     for words in commands:
         benchmark("vs_trl").parse_flags(shlex.split(words))
+
+
+@pytest.mark.parametrize(
+    "variant, field, other",
+    [
+        ("ragged", "drop_finished_rows", "cache_frozen_layers"),
+        ("top-half", "cache_frozen_layers", "drop_finished_rows"),
+    ],
+)
+def test_an_ablation_leaves_out_what_has_no_effect(benchmark, variant, field, other):
+    class Noting:
+        works = []
+
+        def run(self, side, work):
+            self.works.append((side, work))
+            return {"stop_token_id": 5} if side == "ending" else result(side, 2.0)
+
+    options = benchmark("vs_trl").parse_flags(["--tiny", "--ablation"])
+    changes = [run.get("change") for run in benchmark("vs_trl").ablation(options, Noting(), variant)["runs"]]
+    assert {field: False} in changes and {other: False} not in changes and changes[0] == changes[-1] == {}
+    assert all((work.stop_token_id == 5) == (variant == "ragged") for side, work in Noting.works if side == "ours")
 
 
 def test_a_micro_batch_must_divide_the_rollout(benchmark, capsys):
@@ -256,6 +284,17 @@ def test_our_side_alone(benchmark, tmp_path, capsys):
 def test_supervised_peak(benchmark, capsys):
     benchmark("vs_trl").main(["--tiny", "--sft"])
     assert re.search(r"PPO over cross-entropy: [01]\.\d\d", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+def test_scaling(benchmark, tmp_path):
+    out = tmp_path / "found.json"
+    benchmark("vs_trl").main(["--tiny", "--scaling", "--out", str(out)])
+    (found,) = json.loads(out.read_text())["results"]
+    assert [run["side"] for run in found["runs"]] == ["once", "8 x prompts", "8 x response tokens", "once"]
+    assert [run["mean_response_tokens"] for run in found["runs"]] == [6, 6, 48, 6]
+    per_update = [run["tokens_per_s"] * sum(run["phase_s"].values()) for run in found["runs"]]
+    assert per_update == pytest.approx([24, 192, 192, 24])
 
 
 @pytest.mark.slow
