@@ -54,7 +54,7 @@ def test_the_table(confirm):
     runs = [done(arm, 0, 0.5) for arm in confirm.POINTS]
     runs += [done(arm, seed, final) for seed in (100, 101) for arm, final in (("best PPO", 0.6), (confirm.ARPO, 0.9))]
     shown = confirm.table(runs)
-    (row,) = [line for line in shown.splitlines() if line.startswith(f"| {confirm.ARPO} |")]
+    row, _ = [line for line in shown.splitlines() if line.startswith(f"| {confirm.ARPO} |")]
     assert "0.900 [0.900, 0.900]" in row and "+50 % [+50, +50]" in row
     assert shown.count("seed 0: final 0.500, KL 3.5") == 4  # the last four of 0 .. 5
 

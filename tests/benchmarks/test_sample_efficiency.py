@@ -247,14 +247,45 @@ class TestReport:
         center, low, high = interval([2.0, 2.0, 2.0], [4.0, 4.0, 4.0])
         assert (center, low, high) == (-0.5, -0.5, -0.5)
 
-    def test_matched_kl(self, study):
+    # KL, final score, episodes, fluctuation; the middle point is beaten by the first
+    points = np.array([[1.0, 1.0, 800.0, 0.2], [2.0, 0.5, 100.0, 0.9], [3.0, 2.0, 400.0, 0.1]])
+
+    def test_plain_ppo_at_a_kl(self, study):
         at_kl = study("study.report").at_kl
-        frontier = [(1.0, 1.0), (2.0, 0.5), (3.0, 2.0)]  # the middle point is beaten by the first
-        assert [at_kl(frontier, kl) for kl in (0.5, 2.0, 9.0)] == [1.0, 1.5, 2.0]
+        assert at_kl(self.points, 0.5).tolist() == [1.0, 800.0, 0.2]
+        assert at_kl(self.points, 2.0) == pytest.approx([1.5, 600.0, 0.15])
+        assert at_kl(self.points, 9.0).tolist() == [2.0, 400.0, 0.1]
+
+    def test_an_arm_at_its_kl(self, study):
         beyond = study("study.report").beyond
-        assert beyond(frontier, [1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.5, 0.5, 0.5))  # both .5 above, any mix too
-        center, low, high = beyond(frontier, [2.0, 2.0], [1.5, 2.5])
-        assert (center, low, high) == pytest.approx((0.5, 0.0, 1.0))
+        runs = np.array([[1.0, 3.0], [1.5, 2.5], [400.0, 200.0], [0.4, 0.2]])
+        differences, changes = beyond(self.points, runs)
+        assert differences[0] == pytest.approx([0.5, 0.5, 0.5])  # either run and any mix of both
+        assert changes[1] == pytest.approx([-0.5, -0.5, -0.5]) and changes[2] == pytest.approx([1.0, 1.0, 1.0])
+        runs = np.array([[2.0, 2.0], [1.5, 2.5], [300.0, 300.0], [0.15, 0.45]])
+        differences, changes = beyond(self.points, runs)
+        assert differences[0] == pytest.approx([0.5, 0.0, 1.0])
+        assert changes[0] == pytest.approx([1 / 3, 0.0, 2 / 3])
+        assert changes[1] == pytest.approx([-0.5] * 3) and changes[2] == pytest.approx([1.0, 0.0, 2.0])
+
+    def test_both_tables_by_hand(self, study):
+        def curves(kl, level, jump, shake):
+            rows = [[64.0 * at, level * (at >= jump) + shake * (-1) ** at, kl] for at in range(9)]
+            return {seed: np.array(rows) for seed in (0, 1)}
+
+        data = {
+            ("dense", "PPO a"): curves(3.0, 2.0, 1, 0.03),  # at 128 episodes over .8 x .99 + .01
+            ("dense", "best PPO"): curves(1.0, 1.0, 2, 0.01),  # at 256
+            ("dense", "other"): curves(2.0, 3.0, 1, 0.01),
+        }
+        shown = study("study.report").task_table("dense", data).splitlines()
+        assert shown[0] == "### dense: threshold 0.802, from 0.010"
+        first, second = (line.split(" | ")[1:] for line in shown if line.startswith("| other |"))
+        assert first[:4] == ["128 [128, 128]", "+50 % [+50, +50]", "3.000 [3.000, 3.000]", "+200 % [+200, +200]"]
+        assert first[5:] == ["+0 % [+0, +0]", "2.0 [2.0, 2.0] |"]
+        # plain PPO at a KL of 2: 1.5 after 192 episodes, twice as rough
+        assert second[:3] == ["+33 % [+33, +33]", "+1.500 [+1.500, +1.500]", "+100 % [+100, +100]"]
+        assert second[3] == "-50 % [-50, -50] |"
 
     def test_rows_come_back(self, study, tmp_path):
         report = study("study.report")
@@ -275,7 +306,9 @@ def test_the_quick_form_goes_on_where_it_stopped(study, tmp_path, capsys):
     script.main(arguments)
     shown = capsys.readouterr().out
     assert shown.count("### ") == 2 and "| tuned |" in shown and "| paper |" in shown
-    rows = (tmp_path / "quick/rows.csv").read_text()
+    rows, packed = tmp_path / "quick/rows.csv", tmp_path / "quick/rows.csv.gz"
     assert (tmp_path / "quick/curves.png").stat().st_size > 5000
+    kept, committed = rows.read_text(), packed.read_bytes()
+    rows.unlink()  # as after a clone: only the packed rows are there
     script.main(arguments)
-    assert (tmp_path / "quick/rows.csv").read_text() == rows
+    assert rows.read_text() == kept and packed.read_bytes() == committed
