@@ -4,11 +4,13 @@
 
 The reward is 1 for an answer that VADER calls positive (compound score of .5 or more) and 0 for any other, so it is
 verifiable. PPO runs at 4 points (learning rate x KL coefficient) on one seed, 15 updates of 16 completions of up to 32
-tokens; the best of them and ARPO at its learning rate and KL coefficient then run on 3 fresh seeds.
+tokens; the best of them, and the preset as it is at that one's learning rate and KL coefficient, then run on 3 fresh
+seeds.
 
-A rollout's mean reward is the score of the policy before that update: 16 completions of prompts drawn alike in both
-arms. For this the preset's curriculum is off: it would draw prompts by difficulty, and 240 episodes over 200 prompts
-are too few to learn any. LoRA sits on the upper layers alone, and prompts have an empty system turn: both for speed.
+The last 32 prompts are kept out of the training. Every run answers them before it and after each rollout; these
+answers, drawn alike each time, are the score, KL and entropy that are reported, so that a curriculum, which chooses
+what is trained on, changes nothing of how an arm is measured. LoRA sits on the upper layers alone, and prompts have an
+empty system turn: both for speed.
 
 A run that the results file already holds is not run again. --model: default, what get_smollm2.py makes.
 """
@@ -21,6 +23,7 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from study import report
 from study.arms import BEST
+from study.bridge import measured
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trl_alpharl import ARPOConfig, ARPOTrainer
@@ -44,10 +48,10 @@ POINTS = {
     for rate in (1e-3, 3e-4)
     for beta in (0.008, 0.05)
 }
-ROLLOUTS, ROWS, TOP_LAYERS = 15, 16, 8
+ROLLOUTS, ROWS, HELD_OUT, TOP_LAYERS = 15, 16, 32, 8
 PPO = {"preset": "ppo", "num_mini_batches": 2}
-ARPO = "tuned, no curriculum"
-TUNED = {"preset": "tuned", "reward_kind": "verifiable", "curriculum": "none"}
+ARPO = "tuned"
+TUNED = {"preset": "tuned", "reward_kind": "verifiable"}
 
 Settings = dict[str, Any]
 
@@ -74,14 +78,17 @@ def plan(runs: list[Settings]) -> list[tuple[str, Settings, int]]:
     return [one for one in wanted if (one[0], one[2]) not in held]
 
 
-def prompts() -> Dataset:
-    """The sentiment recipe's questions, each after an empty system turn (the template's own takes 16 tokens)."""
-    rows = (json.loads(line) for line in PROMPTS.read_text().splitlines())
-    return Dataset.from_list([{"prompt": [{"role": "system", "content": ""}, *row["prompt"]]} for row in rows])
+def prompts() -> tuple[Dataset, Dataset]:
+    """The sentiment recipe's questions, each after an empty system turn (the template's own takes 16 tokens): what is
+    trained on, and what is held out."""
+    questions = (json.loads(line) for line in PROMPTS.read_text().splitlines())
+    rows = [{"prompt": [{"role": "system", "content": ""}, *row["prompt"]]} for row in questions]
+    return Dataset.from_list(rows[:-HELD_OUT]), Dataset.from_list(rows[-HELD_OUT:])
 
 
 def run(model: Any, tokenizer: Any, settings: Settings, seed: int, rollouts: int = ROLLOUTS) -> list[Settings]:
-    """One run: for each rollout the episodes before it, its mean score, KL and entropy."""
+    """One run: episodes, and the held-out prompts' mean score, KL and entropy, before it and after each rollout."""
+    trained_on, held_out = prompts()
     with tempfile.TemporaryDirectory() as folder:
         args = ARPOConfig(
             output_dir=folder,
@@ -92,32 +99,31 @@ def run(model: Any, tokenizer: Any, settings: Settings, seed: int, rollouts: int
             save_strategy="no",
             num_sample_generations=0,
             per_device_train_batch_size=ROWS,
+            per_device_eval_batch_size=HELD_OUT,
             response_length=32,
             total_episodes=rollouts * ROWS,
             num_ppo_epochs=2,
             temperature=1.0,
             vf_coef=0.1,
             lr_scheduler_type="constant",
-            logging_steps=4,
             lora_top_layers=TOP_LAYERS,
             **settings,
         )
+        every = args.steps_per_rollout
         trainer = ARPOTrainer(
-            args=args,
+            args=replace(args, eval_strategy="steps", eval_steps=every, logging_steps=every),
             model=model,
             processing_class=tokenizer,
-            train_dataset=prompts(),
+            train_dataset=trained_on,
+            eval_dataset=held_out,
             reward_funcs=sounds_positive,
             peft_config=LoraConfig(r=16, lora_alpha=32, lora_dropout=0.0, target_modules="all-linear"),
         )
-        trainer.train()
-    names = {"score": "objective/scores", "kl": "objective/kl", "entropy": "objective/entropy"}
-    logs = [log for log in trainer.state.log_history if "objective/scores" in log]
-    return [{"episodes": ROWS * at, **{own: log[name] for own, name in names.items()}} for at, log in enumerate(logs)]
+        return measured(trainer)
 
 
 def curves(run: Settings) -> np.ndarray:
-    """A run as the report reads it: (rollouts, 3) episodes, score, KL."""
+    """A run as the report reads it: (evaluations, 3) episodes, score, KL."""
     return np.array([[row[name] for name in ("episodes", "score", "kl")] for row in run["rows"]])
 
 

@@ -4,14 +4,16 @@
 
 For each task, 16 PPO configurations (learning rate x mini-batches x Adam's beta2 x KL coefficient) run on 5 seeds; the
 best of them, the presets and each mechanism on top of the best then run on 5 fresh seeds, all in the same budget of
-episodes. FOLDER gets rows.csv (every evaluation of every run), report.md and curves.png. A call goes on where the last
-one stopped; --hours ends it at the next cell. --trainer repeats three presets through ARPOTrainer on two tasks x 3
-seeds. --quick is the same on two tasks, with a short budget and two seeds: it shows that the script works, no more.
+episodes. FOLDER gets rows.csv (every evaluation of every run; also packed, as rows.csv.gz), report.md and curves.png. A
+call goes on where the last one stopped, from the packed rows where only these are there; --hours ends it at the next
+cell. --trainer repeats three presets through ARPOTrainer on two tasks x 3 seeds. --quick is the same on two tasks, with
+a short budget and two seeds: it shows that the script works, no more.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import tempfile
 import time
 from pathlib import Path
@@ -100,7 +102,8 @@ def run_trainer(out: Path, budget: Budget) -> None:
 
 
 def write_report(out: Path, command: str) -> str:
-    """report.md and curves.png of the tasks that are finished."""
+    """report.md and curves.png of the tasks that are finished, and the packed rows."""
+    (out / "rows.csv.gz").write_bytes(gzip.compress((out / "rows.csv").read_bytes(), mtime=0))
     data = report.read_rows(out / "rows.csv")
     tables = [report.task_table(name, data) for name in TASKS if (name, "paper") in data]
     if ("multi", arms.ORACLE) in data:
@@ -123,6 +126,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args(argv)
     out = options.out / "quick" if options.quick else options.out
+    if (out / "rows.csv.gz").is_file() and not (out / "rows.csv").is_file():
+        (out / "rows.csv").write_bytes(gzip.decompress((out / "rows.csv.gz").read_bytes()))
     budget = Budget(options.hours)
     command = "python benchmarks/sample_efficiency.py" + (" --quick" if options.quick else "")
     try:

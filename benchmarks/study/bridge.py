@@ -62,14 +62,19 @@ def train(task: Task, args: Any, model: Any, seed: int, folder: Path) -> list[di
         eval_dataset=rows.select(asked),
         reward_funcs=reward,
     )
+    return [{"seed": seed, **row} for row in measured(trainer)]
+
+
+def measured(trainer: Any) -> list[dict[str, Any]]:
+    """Train, and tell what the evaluation set showed before it and after each rollout."""
+    every, size = trainer.args.steps_per_rollout, trainer.args.batch_size
     before = trainer.evaluate()
     trainer.train()
     logs = [{**before, "step": 0}, *(log for log in trainer.state.log_history if "eval_objective/scores" in log)]
     kept = {log["step"]: log for log in logs}  # the evaluation before the training was logged too
     return [
         {
-            "seed": seed,
-            "episodes": step // every * args.batch_size,
+            "episodes": step // every * size,
             "score": log["eval_objective/scores"],
             "kl": log["eval_objective/kl"],
             "entropy": log["eval_objective/entropy"],

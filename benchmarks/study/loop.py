@@ -30,6 +30,8 @@ from trl_alpharl.functional.off_policy import importance_weights, vtrace_targets
 from trl_alpharl.functional.popart import PopArt, rescale_head
 from trl_alpharl.functional.rewards import combine_rewards, token_rewards
 from trl_alpharl.functional.scaling import REWARD_SCALERS, AverageMoments
+from trl_alpharl.functional.schedules import AdaptiveKLController, FixedKLController
+from trl_alpharl.functional.shaping import SuccessRate, shaping_weight
 from trl_alpharl.rollout.curriculum import PromptCurriculum
 from trl_alpharl.rollout.prompts import seeded_generator
 from trl_alpharl.rollout.replay import Episode, ReplayBuffer
@@ -51,7 +53,9 @@ def evaluated(task: Task) -> list[int]:
 class Controllers:
     """The state machines of one run."""
 
+    kl: Any
     scaler: Any = None
+    success: Any = None
     entropy: Any = None
     moments: Any = None
     popart: Any = None
@@ -62,7 +66,12 @@ class Controllers:
 
 def controllers(args: Any, num_prompts: int) -> Controllers:
     """What `ARPOTrainer` sets up for such a configuration."""
-    own = Controllers(gate=UpdateGate(args.kl_stop, args.reuse_surge))
+    if args.kl_target is None:
+        kl = FixedKLController(args.kl_coef)
+    else:
+        kl = AdaptiveKLController(args.kl_coef, args.kl_target, args.kl_horizon)
+    own = Controllers(kl, gate=UpdateGate(args.kl_stop, args.reuse_surge))
+    own.success = SuccessRate() if args.shaping_schedule == "success" else None
     if args.reward_scaling != "none":
         extra = {"decay": args.reward_scale_decay} if args.reward_scaling == "robust" else {}
         own.scaler = REWARD_SCALERS[args.reward_scaling](args.reward_clip, args.reward_sigma_min, **extra)
@@ -86,9 +95,10 @@ class Study(Sampling):
     """S runs of one configuration on one task, from one pre-trained model; `args` is an `ARPOConfig`."""
 
     def __init__(self, task: Task, args: Any, model: Any, seeds: list[int], rollouts: int) -> None:
-        if args.reuse_surge or args.shaping_rewards:
-            raise ValueError("the study has no arm for reuse_surge and shaping_rewards")
         self.task, self.args, self.seeds, self.rollouts = task, args, seeds, rollouts
+        self.helpers = args.shaping_rewards or []
+        if task.helpers and args.reward_weights:  # as rewards like any other
+            self.helpers = list(task.helpers)
         self.prompt_length = len(task.prompts[0])
         self.decoder = StackedDecoder(model)
         self.policy = stack(model, len(seeds), model.lm_head.weight)
@@ -127,12 +137,12 @@ class Study(Sampling):
         mu = torch.where(batch.mu.isnan(), old, batch.mu)
         scheduled = args.lam if args.lam_end is None else scheduled_lambda(args.lam, args.lam_end, progress)
         lam_critic = scheduled if args.lam_critic is None else args.lam_critic
-        parts: dict[str, list[Tensor]] = {"advantages": [], "returns": []}
+        parts: dict[str, list[Tensor]] = {"advantages": [], "returns": [], "kl": []}
         for at, run in enumerate(self.runs):
             mask = batch.mask[at]
             values = said[at] if run.popart is None else run.popart.denormalize(said[at])
             kl = per_token_kl(old[at], reference[at], args.kl_estimator)
-            rewards = token_rewards(self._scores(run, batch, at), kl, mask, args.kl_coef)
+            rewards = token_rewards(self._scores(run, batch, at, progress), kl, mask, run.kl.kl_coef)
             if args.whiten_rewards:
                 rewards = whiten(rewards, mask, masked_moments(rewards, mask), shift_mean=False)
             coef = run.entropy.coef if run.entropy is not None and args.entropy_form != "loss" else 0.0
@@ -147,17 +157,23 @@ class Study(Sampling):
                     advantages = mean_baseline_advantages(goal, mask, masked_mean(goal, mask))
             moments = masked_moments(advantages, mask)
             moments = moments if run.moments is None else run.moments.update(moments)
+            parts["kl"].append(kl.masked_fill(~mask, 0))
             parts["advantages"].append(whiten(advantages, mask, moments))
             parts["returns"].append(returns if run.popart is None else run.popart.normalize(returns))
         stacked = {name: torch.stack(tensors) for name, tensors in parts.items()}
         return {**stacked, "old": old, "mu": mu, "entropies": entropies, "values": said}
 
-    def _scores(self, run: Controllers, batch: Batch, at: int) -> Tensor:
+    def _scores(self, run: Controllers, batch: Batch, at: int, progress: float) -> Tensor:
+        args = self.args
         rewards = batch.rewards[at]
         if run.scaler is not None:
             run.scaler.update(rewards[: batch.fresh])
             rewards = run.scaler.scale(rewards)
-        weights = torch.tensor(self.args.reward_weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
+        weights = torch.tensor(args.reward_weights or [1.0] * rewards.shape[1], dtype=rewards.dtype)
+        if args.shaping_rewards:
+            rate = run.success.rate if run.success is not None else 0.0
+            stage = shaping_weight(args.shaping_schedule, args.shaping_coef, rate, progress)
+            weights[-len(args.shaping_rewards) :] *= stage
         return combine_rewards(rewards, weights)[0].float()
 
     # Updates
@@ -178,7 +194,10 @@ class Study(Sampling):
         values = self._values(ids)
         warm = self.step < args.critic_warmup_steps
         learns = torch.tensor([run.gate.open and not warm for run in self.runs])
-        logps, entropies = self._token_stats(self.policy, ids) if learns.any() else (part["old"], part["entropies"])
+        squares = torch.zeros(len(self.runs)) if args.reuse_surge else None
+        logps, entropies = part["old"], part["entropies"]
+        if learns.any():
+            logps, entropies = self._token_stats(self.policy, ids, squares)
         loss, kls = torch.zeros(()), [0.0] * len(self.runs)
         for at, run in enumerate(self.runs):
             tokens = mask[at].sum()
@@ -195,12 +214,13 @@ class Study(Sampling):
             moved = per_token_kl(part["old"][at], logps[at].detach(), "k3")
             kls[at] = float(masked_mean(moved, mask[at]))
         loss.backward()
-        for at, run in enumerate(self.runs):
-            if learns[at]:
-                run.gate.admit(epoch, kls[at])
+        norms = [0.0] * len(self.runs) if squares is None else squares.sqrt().tolist()
+        admitted = torch.tensor(
+            [not learns[at] or run.gate.admit(epoch, kls[at], norms[at]) for at, run in enumerate(self.runs)]
+        )
         steps = args.get_warmup_steps(self.rollouts * args.steps_per_rollout)
         factor = min(1.0, (self.step + 1) / steps) if steps else 1.0
-        self.optimizer.step([learns, torch.ones_like(learns)], factor)
+        self.optimizer.step([learns & admitted, admitted], factor)
 
     def _policy_loss(
         self, run: Controllers, logps: Tensor, entropies: Tensor, rewards: Tensor, part: dict, at: int, mask: Tensor
@@ -222,6 +242,9 @@ class Study(Sampling):
         for at, run in enumerate(self.runs):
             run.gate.new_rollout()
             mask = batch.mask[at, fresh]
+            run.kl.update(float(experience["kl"][at, fresh].sum(1).mean()), batch.fresh)
+            if run.success is not None:
+                run.success.update(float(self._successes(batch.rewards[at, fresh]).double().mean()))
             if run.entropy is not None:
                 run.entropy.update(float(masked_mean(experience["entropies"][at, fresh], mask)), progress)
             if run.curriculum is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ LAST = 4  # evaluations that make the final score
 SMOOTH = 3  # evaluations that must be over the threshold together
 RESAMPLES = 2000
 
+Interval = Sequence[float]  # the center, the lower and the upper end
 Curves = dict[int, np.ndarray]  # seed -> (evaluations, 3): episodes, score, KL
 
 
@@ -80,23 +82,36 @@ def interval(values: list[float], other: list[float] | None = None) -> tuple[flo
     return float(center), float(low), float(high)
 
 
-def at_kl(frontier: list[tuple[float, float]], kl: float) -> float:
-    """The best score of plain PPO at a KL, on straight lines between its points (KL, score); flat beyond the ends."""
-    best: list[tuple[float, float]] = []
-    for point in sorted(frontier):
+def at_kl(points: np.ndarray, kl: float) -> np.ndarray:
+    """Plain PPO's best score at a KL, and what else its points with that score have: on straight lines between the
+    points whose score no point at a smaller KL has; flat beyond the ends.
+
+    Args: points (P, 2 or more): KL, score, further figures. Returns: the score and those figures.
+    """
+    best: list[np.ndarray] = []
+    for point in points[np.lexsort(points.T[1::-1])]:  # by KL, then by score
         if not best or point[1] > best[-1][1]:
             best.append(point)
-    return float(np.interp(kl, [point[0] for point in best], [point[1] for point in best]))
+    kls, *figures = np.array(best).T
+    return np.array([np.interp(kl, kls, figure) for figure in figures])
 
 
-def beyond(frontier: list[tuple[float, float]], kls: list[float], finals: list[float]) -> tuple[float, float, float]:
-    """How far an arm's mean final score lies above plain PPO at the arm's mean KL, and the 90 % bootstrap interval over
-    the arm's seeds; the points of plain PPO are taken as they are."""
-    runs = np.array([kls, finals])
-    means = runs[:, np.random.default_rng(0).integers(len(kls), size=(RESAMPLES, len(kls)))].mean(2)
-    gaps = [final - at_kl(frontier, kl) for kl, final in means.T]
-    low, high = np.quantile(gaps, [0.05, 0.95])
-    return float(np.mean(finals)) - at_kl(frontier, float(np.mean(kls))), float(low), float(high)
+def beyond(points: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """An arm's means against plain PPO at the arm's mean KL: the differences, and the relative ones.
+
+    Args: points, as for `at_kl`; runs (F, seeds), the same figures of the arm's runs. The points of plain PPO are taken
+        as they are; what is drawn again for the 90 % bootstrap interval are the arm's seeds.
+    Returns: (F - 1, 3) each: the center and the ends of the interval, for each figure after the KL.
+    """
+    seeds = runs.shape[1]
+    means = runs[:, np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))].mean(2)
+    draws = np.concatenate([runs.mean(1, keepdims=True), means], 1)  # the arm itself, then the resamples
+    plain = np.stack([at_kl(points, kl) for kl in draws[0]], 1)
+
+    def spread(values: np.ndarray) -> np.ndarray:
+        return np.column_stack([values[:, 0], *np.quantile(values[:, 1:], [0.05, 0.95], axis=1)])
+
+    return spread(draws[1:] - plain), spread(draws[1:] / plain - 1)
 
 
 def task_table(task: str, data: dict[tuple[str, str], Curves], against: str = BEST) -> str:
@@ -105,51 +120,62 @@ def task_table(task: str, data: dict[tuple[str, str], Curves], against: str = BE
     base = arms[against]
     start = float(np.mean([curve[0, 1] for curve in base.values()]))
     threshold = start + 0.8 * (float(np.mean([final_score(curve) for curve in base.values()])) - start)
+    measures = (final_score, lambda curve: episodes_to(threshold, curve), fluctuation)
+    figures = {
+        arm: np.array([[measure(curve) for curve in curves.values()] for measure in (final_kl, *measures)])
+        for arm, curves in arms.items()
+    }
     plain = [arm for arm in arms if arm.startswith("PPO ") or arm in (BEST, against)]
-    frontier = [(_mean(final_kl, arms[arm]), _mean(final_score, arms[arm])) for arm in plain]
+    points = np.array([figures[arm].mean(1) for arm in plain])
     lines = [
         f"### {task}: threshold {threshold:.3f}, from {start:.3f}",
         "",
-        f"| arm | episodes to threshold | fewer than {against} | final | change | fluctuation | change | KL | "
-        "final - PPO at that KL |",
-        "|" + "---|" * 9,
+        f"| arm | episodes to threshold | fewer than {against} | final | change | fluctuation | change | KL |",
+        "|" + "---|" * 8,
     ]
-    measures = (lambda curve: episodes_to(threshold, curve), final_score, fluctuation)
-    reference = [[measure(curve) for curve in base.values()] for measure in measures]
-    for arm, curves in arms.items():
+    matched = [
+        "At the KL of each arm, against the best of plain PPO there:",
+        "",
+        "| arm | fewer episodes | final, difference | final, change | fluctuation, change |",
+        "|" + "---|" * 5,
+    ]
+    for arm, own in figures.items():
         if arm.startswith("PPO "):
             continue
-        own = [[measure(curve) for curve in curves.values()] for measure in measures]
-        kls = [final_kl(curve) for curve in curves.values()]
-        fewer, gain, calmer = (interval(values, other) for values, other in zip(own, reference))
-        change = [_percent((-fewer[0], -fewer[2], -fewer[1])), _percent(gain), _percent(calmer)]
+        kls, finals, episodes, rough = own.tolist()
+        gain, fewer, calmer = (interval(*both) for both in zip(own[1:].tolist(), figures[against][1:].tolist()))
+        change = [_percent(_less(fewer)), _percent(gain), _percent(calmer)]
         if arm == against:
             change = ["", "", ""]
         cells = [
             arm,
-            _plain(interval(own[0]), "{:.0f}"),
+            _plain(interval(episodes), "{:.0f}"),
             change[0],
-            _plain(interval(own[1]), "{:.3f}"),
+            _plain(interval(finals), "{:.3f}"),
             change[1],
-            _plain(interval(own[2]), "{:.3f}"),
+            _plain(interval(rough), "{:.3f}"),
             change[2],
             _plain(interval(kls), "{:.1f}"),
-            _plain(beyond(frontier, kls, own[1]), "{:+.3f}"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        differences, (gain, fewer, calmer) = beyond(points, own)
+        cells = [arm, _percent(_less(fewer)), _plain(differences[0], "{:+.3f}"), _percent(gain), _percent(calmer)]
+        matched.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", *matched])
 
 
-def _mean(measure: Any, curves: Curves) -> float:
-    return float(np.mean([measure(curve) for curve in curves.values()]))
+def _less(values: Interval) -> Interval:
+    """A relative change as a saving."""
+    center, low, high = values
+    return -center, -high, -low
 
 
-def _plain(values: tuple[float, float, float], form: str) -> str:
+def _plain(values: Interval, form: str) -> str:
     center, low, high = (form.format(value) for value in values)
     return f"{center} [{low}, {high}]"
 
 
-def _percent(values: tuple[float, float, float]) -> str:
+def _percent(values: Interval) -> str:
     center, low, high = (f"{round(100 * value):+d}" for value in values)  # whole numbers have no minus zero
     return f"{center} % [{low}, {high}]"
 

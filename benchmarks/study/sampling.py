@@ -85,7 +85,7 @@ class Sampling:
         ids[..., self.prompt_length :] = ids[..., self.prompt_length :].masked_fill(~mask, PAD)
         explored = bool(noise_size or epsilon or norm_noise)
         logps = torch.cat(mu, 2).masked_fill(~mask, 0.0) if explored else torch.full(mask.shape, torch.nan)
-        rewards = self._asked(ids, mask, lambda prompt, answer: self.task.rewards(prompt, answer, progress))
+        rewards = self._asked(ids, mask, lambda prompt, answer: self._rewards(prompt, answer, progress))
         return Batch(rows, ids, mask, logps, rewards, rows.shape[1])
 
     def _noisy(self, size: float) -> Weights:
@@ -101,8 +101,13 @@ class Sampling:
             answers.append(ask(row[: self.prompt_length], row[self.prompt_length :][:kept]))
         return torch.tensor(answers, dtype=torch.float64).view(*mask.shape[:2], -1)
 
+    def _rewards(self, prompt: list[int], answer: list[int], progress: float) -> list[float]:
+        own = self.task.rewards(prompt, answer, progress)
+        return [*own, *(self.task.helpers[name](prompt, answer) for name in self.helpers)]
+
     def _successes(self, rewards: Tensor) -> Tensor:
-        return rewards.sum(-1) > self.args.success_threshold
+        main = rewards[..., : rewards.shape[-1] - len(self.args.shaping_rewards or [])]  # these come last
+        return main.sum(-1) > self.args.success_threshold
 
     def _with_replayed(self, batch: Batch, index: int) -> Batch:
         ratio = self.args.replay_ratio
@@ -132,9 +137,16 @@ class Sampling:
     def _logits(self, weights: Weights, ids: Tensor) -> Tensor:
         return self.decoder(weights, ids) @ weights["head.weight"].mT.unsqueeze(1)
 
-    def _token_stats(self, weights: Weights, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (S, B, C) of the completion tokens."""
+    def _token_stats(self, weights: Weights, ids: Tensor, squares: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies (S, B, C) of the completion tokens. The backward pass adds the squared norm of each
+        run's gradient at the head's input to `squares` (S,)."""
         hidden = self.decoder(weights, ids)[:, :, self.prompt_length - 1 : -1]
+        if squares is not None:
+
+            def note(gradient: Tensor) -> None:
+                squares.add_(gradient.square().flatten(1).sum(1))
+
+            hidden.register_hook(note)
         logits = hidden @ weights["head.weight"].mT.unsqueeze(1) / self.args.temperature
         labels = ids[..., self.prompt_length :]
         logps, entropies = logps_and_entropy(logits.flatten(0, 2), labels.flatten())

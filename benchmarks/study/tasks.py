@@ -7,7 +7,7 @@ padding on the left. Ids: 0 pads, 1 ends a completion, 2..23 are symbols; in the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -31,6 +31,8 @@ class Task:
     rewards: Callable[[Ids, Ids, float], list[float]]  # prompt, completion, progress -> each reward function's number
     score: Callable[[Ids, Ids], float]  # what is reported: the same scale all run long, no noise
     teach: Callable[[Ids, torch.Generator], list[int]]  # a completion to pre-train on
+    # Further reward functions by name, which only a configuration that names or weighs them gets to see.
+    helpers: dict[str, Callable[[Ids, Ids], float]] = field(default_factory=dict)
 
 
 def _draw(low: int, high: int, generator: torch.Generator) -> int:
@@ -66,13 +68,17 @@ def _sums(name: str, pairs: list[tuple[int, int]], width: int, known: float) -> 
     def right(prompt: Ids, completion: Ids) -> float:
         return float(list(completion) == _answer(prompt, places))
 
+    def digits(prompt: Ids, completion: Ids) -> float:
+        return sum(said == due for said, due in zip(completion, _answer(prompt, places)[:places])) / places
+
     def teach(prompt: Ids, generator: torch.Generator) -> list[int]:
         if _chance(known, generator):
             return _answer(prompt, places)
         return [*_digits(_draw(0, 2 * 10**width, generator), places), EOS]
 
     prompts = [_sum_prompt(first, second, width) for first, second in pairs]
-    return Task(name, "verifiable", prompts, places + 1, lambda p, c, _: [right(p, c)], right, teach)
+    helpers = {"digits": digits}
+    return Task(name, "verifiable", prompts, places + 1, lambda p, c, _: [right(p, c)], right, teach, helpers)
 
 
 def sparse() -> Task:

@@ -43,11 +43,18 @@ def test_the_reward_is_0_or_1(confirm):
     ]
 
 
+def test_32_prompts_are_held_out(confirm):
+    trained_on, held_out = (dataset["prompt"] for dataset in confirm.prompts())
+    assert (len(trained_on), len(held_out)) == (168, 32)
+    assert not any(prompt in trained_on for prompt in held_out)
+    assert all(turns[0] == {"role": "system", "content": ""} for turns in [*trained_on, *held_out])
+
+
 def test_the_table(confirm):
     runs = [done(arm, 0, 0.5) for arm in confirm.POINTS]
     runs += [done(arm, seed, final) for seed in (100, 101) for arm, final in (("best PPO", 0.6), (confirm.ARPO, 0.9))]
     shown = confirm.table(runs)
-    (row,) = [line for line in shown.splitlines() if line.startswith(f"| {confirm.ARPO} |")]
+    row, _ = [line for line in shown.splitlines() if line.startswith(f"| {confirm.ARPO} |")]
     assert "0.900 [0.900, 0.900]" in row and "+50 % [+50, +50]" in row
     assert shown.count("seed 0: final 0.500, KL 3.5") == 4  # the last four of 0 .. 5
 
@@ -58,9 +65,13 @@ def test_an_arm_runs(confirm, arm, model, tokenizer, monkeypatch):
     template = "{% for message in messages %}w2 {{ message['content'] }} {% endfor %}"
     monkeypatch.setattr(tokenizer, "chat_template", template)
     monkeypatch.setattr(confirm, "TOP_LAYERS", 1)
-    monkeypatch.setattr(confirm, "sounds_positive", lambda completions, **kwargs: [float(at % 2) for at in range(16)])
+
+    def reward(completions, **kwargs):  # 1 for all of the held-out prompts, for every other one of a rollout's
+        return [float(len(completions) == confirm.HELD_OUT or at % 2) for at in range(len(completions))]
+
+    monkeypatch.setattr(confirm, "sounds_positive", reward)
     settings = {**getattr(confirm, arm), "learning_rate": 1e-3, "kl_coef": 0.01}
     rows = confirm.run(model, tokenizer, settings, 0, rollouts=2)
-    assert [row["episodes"] for row in rows] == [0, 16]
-    assert [row["score"] for row in rows] == [0.5, 0.5]
-    assert rows[0]["kl"] == pytest.approx(0, abs=1e-5) and abs(rows[1]["kl"]) > 0
+    assert [row["episodes"] for row in rows] == [0, 16, 32]
+    assert [row["score"] for row in rows] == [1, 1, 1]
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-5) and abs(rows[-1]["kl"]) > 0

@@ -143,11 +143,71 @@ class TestLoop:
         batch = it._collect(0, 0.0)
         rows = zip(batch.ids[0].tolist(), batch.mask[0].sum(1).tolist())
         sums = [4 * task.score(ids[:4], ids[4:][:kept]) for ids, kept in rows]
-        assert it._scores(it.runs[0], batch, 0).tolist() == pytest.approx(sums)
+        assert it._scores(it.runs[0], batch, 0, 0.0).tolist() == pytest.approx(sums)
 
-    def test_a_mechanism_without_an_arm_is_refused(self, cell):
-        with pytest.raises(ValueError, match="no arm for reuse_surge"):
-            cell(reuse_surge=2.0)
+    def test_only_an_arm_that_asks_for_the_shares_of_right_digits_sees_them(self, cell):
+        def rewards(**changes):
+            it, _ = cell(rollouts=1, **changes)
+            return it, it._collect(0, 0.0)
+
+        assert rewards()[1].rewards.shape == (2, 8, 1)
+        it, batch = rewards(shaping_rewards=["digits"], shaping_coef=0.5)
+        right, digits = batch.rewards.unbind(-1)
+        kept = batch.mask[0].sum(1).tolist()
+        for ids, count, share in zip(batch.ids[0].tolist(), kept, digits[0].tolist()):
+            due = sum((token - 2) * 10 ** (at % 3) for at, token in enumerate(ids[:5]) if at != 2)  # two digits, +
+            said = ids[6:][:count]
+            hits = sum(due // 10**at % 10 + 2 == token for at, token in enumerate(said[:3]))
+            assert share == pytest.approx(hits / 3)
+        assert set(right.flatten().tolist()) <= {0.0, 1.0} and digits.max() > 0
+        assert it._successes(batch.rewards).tolist() == (right > 0.5).tolist()
+        it.runs[0].success.rate = 0.25
+        expected = right[0] + 0.5 * 0.75 * digits[0]
+        torch.testing.assert_close(it._scores(it.runs[0], batch, 0, 0.9), expected.float())
+        it, batch = rewards(reward_weights=[1.0, 0.5])
+        torch.testing.assert_close(
+            it._scores(it.runs[0], batch, 0, 0.9), (batch.rewards[0] @ torch.tensor([1.0, 0.5]).double()).float()
+        )
+        it, batch = rewards(shaping_rewards=["digits"], shaping_schedule="linear")
+        expected = batch.rewards[0, :, 0] + 0.25 * batch.rewards[0, :, 1]
+        torch.testing.assert_close(it._scores(it.runs[0], batch, 0, 0.75), expected.float())
+
+    def test_success_rates_are_each_run_s_own(self, cell, monkeypatch):
+        it, _ = cell(rollouts=1, shaping_rewards=["digits"])
+        monkeypatch.setattr(it, "_successes", lambda rewards: torch.arange(8) < 4)
+        before = it.runs[0].success.rate
+        it.rollout(1)
+        assert it.runs[0].success.rate == pytest.approx(0.9 * before + 0.1 * 0.5)
+
+    def test_the_gradient_at_the_head_s_input(self, cell):
+        it, _ = cell(rollouts=1)
+        ids = it._collect(0, 0.0).ids
+        squares = torch.zeros(2)
+        it._token_stats(it.policy, ids, squares)[0].square().sum().backward()
+        hidden = it.decoder(it.policy, ids)[:, :, it.prompt_length - 1 : -1]
+        logits = hidden @ it.policy["head.weight"].mT.unsqueeze(1)
+        logps = logits.log_softmax(-1).gather(-1, ids[:, :, it.prompt_length :, None])
+        (gradient,) = torch.autograd.grad(logps.square().sum(), hidden)
+        torch.testing.assert_close(squares, gradient.square().sum((1, 2, 3)), rtol=1e-4, atol=1e-6)
+
+    def test_a_surge_drops_the_step_of_policy_and_critic(self, cell, monkeypatch):
+        it, _ = cell(rollouts=1, name="dense", reuse_surge=1.5)
+        seen = []
+        monkeypatch.setattr(it.runs[0].gate, "admit", lambda epoch, kl, norm: seen.append((epoch, norm)) or False)
+        before = {
+            name: weight.detach().clone() for name, weight in [*it.policy.items(), ("critic", it.critic["head.weight"])]
+        }
+        it.rollout(0)
+        after = {**it.policy, "critic": it.critic["head.weight"]}
+        for name, weight in before.items():
+            assert weight[0].equal(after[name][0].detach())
+        assert not before["head.weight"][1].equal(after["head.weight"][1].detach())
+        assert [epoch for epoch, _ in seen] == [0, 1, 2, 3] and all(norm > 0 for _, norm in seen)
+
+    def test_the_adaptive_coefficient_follows_the_kl(self, cell):
+        it, _ = cell(name="dense", kl_target=15.0, kl_horizon=16, kl_coef=0.01)
+        coefs = [run.kl.kl_coef for run in it.runs]  # two rollouts at a KL near 0: -.2 x 8 / 16 each
+        assert coefs == pytest.approx([0.01 * 0.9**2] * 2)
 
     def test_150_cells(self, study):
         arms, tasks = study("study.arms"), study("study.tasks")
@@ -156,6 +216,14 @@ class TestLoop:
             for task in (make() for make in tasks.TASKS.values())
         ]
         assert sum(cells) <= 150 and set(arms.MECHANISMS) == set(tasks.TASKS)
+
+    def test_every_arm_is_a_configuration(self, study):
+        arms, tasks = study("study.arms"), study("study.tasks")
+        for task in (make() for make in tasks.TASKS.values()):
+            best = next(point for point in arms.grid(task).values() if point["kl_coef"])
+            for settings in (*arms.grid(task).values(), *arms.against(task, best).values()):
+                arms.config(task, 20, **settings)
+        assert {point["kl_coef"] for point in arms.grid(tasks.long()).values()} == {0.0, 0.008}
 
 
 class TestReport:
@@ -179,14 +247,45 @@ class TestReport:
         center, low, high = interval([2.0, 2.0, 2.0], [4.0, 4.0, 4.0])
         assert (center, low, high) == (-0.5, -0.5, -0.5)
 
-    def test_matched_kl(self, study):
+    # KL, final score, episodes, fluctuation; the middle point is beaten by the first
+    points = np.array([[1.0, 1.0, 800.0, 0.2], [2.0, 0.5, 100.0, 0.9], [3.0, 2.0, 400.0, 0.1]])
+
+    def test_plain_ppo_at_a_kl(self, study):
         at_kl = study("study.report").at_kl
-        frontier = [(1.0, 1.0), (2.0, 0.5), (3.0, 2.0)]  # the middle point is beaten by the first
-        assert [at_kl(frontier, kl) for kl in (0.5, 2.0, 9.0)] == [1.0, 1.5, 2.0]
+        assert at_kl(self.points, 0.5).tolist() == [1.0, 800.0, 0.2]
+        assert at_kl(self.points, 2.0) == pytest.approx([1.5, 600.0, 0.15])
+        assert at_kl(self.points, 9.0).tolist() == [2.0, 400.0, 0.1]
+
+    def test_an_arm_at_its_kl(self, study):
         beyond = study("study.report").beyond
-        assert beyond(frontier, [1.0, 3.0], [1.5, 2.5]) == pytest.approx((0.5, 0.5, 0.5))  # both .5 above, any mix too
-        center, low, high = beyond(frontier, [2.0, 2.0], [1.5, 2.5])
-        assert (center, low, high) == pytest.approx((0.5, 0.0, 1.0))
+        runs = np.array([[1.0, 3.0], [1.5, 2.5], [400.0, 200.0], [0.4, 0.2]])
+        differences, changes = beyond(self.points, runs)
+        assert differences[0] == pytest.approx([0.5, 0.5, 0.5])  # either run and any mix of both
+        assert changes[1] == pytest.approx([-0.5, -0.5, -0.5]) and changes[2] == pytest.approx([1.0, 1.0, 1.0])
+        runs = np.array([[2.0, 2.0], [1.5, 2.5], [300.0, 300.0], [0.15, 0.45]])
+        differences, changes = beyond(self.points, runs)
+        assert differences[0] == pytest.approx([0.5, 0.0, 1.0])
+        assert changes[0] == pytest.approx([1 / 3, 0.0, 2 / 3])
+        assert changes[1] == pytest.approx([-0.5] * 3) and changes[2] == pytest.approx([1.0, 0.0, 2.0])
+
+    def test_both_tables_by_hand(self, study):
+        def curves(kl, level, jump, shake):
+            rows = [[64.0 * at, level * (at >= jump) + shake * (-1) ** at, kl] for at in range(9)]
+            return {seed: np.array(rows) for seed in (0, 1)}
+
+        data = {
+            ("dense", "PPO a"): curves(3.0, 2.0, 1, 0.03),  # at 128 episodes over .8 x .99 + .01
+            ("dense", "best PPO"): curves(1.0, 1.0, 2, 0.01),  # at 256
+            ("dense", "other"): curves(2.0, 3.0, 1, 0.01),
+        }
+        shown = study("study.report").task_table("dense", data).splitlines()
+        assert shown[0] == "### dense: threshold 0.802, from 0.010"
+        first, second = (line.split(" | ")[1:] for line in shown if line.startswith("| other |"))
+        assert first[:4] == ["128 [128, 128]", "+50 % [+50, +50]", "3.000 [3.000, 3.000]", "+200 % [+200, +200]"]
+        assert first[5:] == ["+0 % [+0, +0]", "2.0 [2.0, 2.0] |"]
+        # plain PPO at a KL of 2: 1.5 after 192 episodes, twice as rough
+        assert second[:3] == ["+33 % [+33, +33]", "+1.500 [+1.500, +1.500]", "+100 % [+100, +100]"]
+        assert second[3] == "-50 % [-50, -50] |"
 
     def test_rows_come_back(self, study, tmp_path):
         report = study("study.report")
@@ -207,7 +306,9 @@ def test_the_quick_form_goes_on_where_it_stopped(study, tmp_path, capsys):
     script.main(arguments)
     shown = capsys.readouterr().out
     assert shown.count("### ") == 2 and "| tuned |" in shown and "| paper |" in shown
-    rows = (tmp_path / "quick/rows.csv").read_text()
+    rows, packed = tmp_path / "quick/rows.csv", tmp_path / "quick/rows.csv.gz"
     assert (tmp_path / "quick/curves.png").stat().st_size > 5000
+    kept, committed = rows.read_text(), packed.read_bytes()
+    rows.unlink()  # as after a clone: only the packed rows are there
     script.main(arguments)
-    assert (tmp_path / "quick/rows.csv").read_text() == rows
+    assert rows.read_text() == kept and packed.read_bytes() == committed
