@@ -202,6 +202,17 @@ def test_draws_pass_a_chi_square_test(temperature, dtype):
     assert ((counts - expected).square() / expected).sum() < tolerated
 
 
+def test_a_draw_is_where_its_number_falls_among_the_running_sums(monkeypatch):
+    """900 words, against a sum over all of them."""
+    logits = torch.randn(900, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 2
+    upto = logits.softmax(-1).cumsum(-1)
+    for number in torch.linspace(0, 0.999, 300).tolist():
+        if (upto - number).abs().min() < 1e-6:
+            continue  # fp32 may put it on either side
+        fixed(monkeypatch, number)
+        assert int(tokens_drawn(logits.float()[None])) == int((upto <= number).sum())
+
+
 def test_rows_are_drawn_apart():
     torch.manual_seed(0)
     pairs = tokens_drawn(torch.zeros(8000, 4)).view(-1, 2)
@@ -217,22 +228,24 @@ def fixed(monkeypatch, number: float) -> None:
     monkeypatch.setattr(torch, "rand", lambda *shape, dtype, device: torch.full(shape, number, dtype=dtype))
 
 
+@pytest.mark.parametrize("words", [37, 256, 700])
 @pytest.mark.parametrize("number", [0.0, 0.25, 0.5, 0.75, NEXT_TO_1])
-def test_a_token_of_probability_0_is_never_drawn(monkeypatch, number):
+def test_a_token_of_probability_0_is_never_drawn(monkeypatch, number, words):
     """Whether it stands first, last or between; whatever the sum of all probabilities is rounded to."""
     fixed(monkeypatch, number)
     generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(500, 37, generator=generator)
+    scores = torch.randn(500, words, generator=generator)
     forbidden = torch.bernoulli(torch.full_like(scores, 0.5), generator=generator).bool()
+    forbidden[:250, 256:] = True  # where there are so many: whole blocks of nothing
     forbidden[:, [0, -1]] = True
     forbidden[:, 17] = False
     drawn = tokens_drawn(scores.masked_fill(forbidden, -torch.inf))
     assert not forbidden.gather(1, drawn[:, None]).any()
-    allowed = torch.where(forbidden, -1, torch.arange(37))
+    allowed = torch.where(forbidden, -1, torch.arange(words))
     if number == NEXT_TO_1:
         assert torch.equal(drawn, allowed.amax(1))
     if number == 0.0:
-        assert torch.equal(drawn, torch.where(forbidden, 99, torch.arange(37)).amin(1))
+        assert torch.equal(drawn, torch.where(forbidden, words, torch.arange(words)).amin(1))
 
 
 @pytest.mark.parametrize("place", [0, 30_000, 49_151])

@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, GenerationConfig, LogitsProcessor, StoppingCriteria
 
 from ..records import Rollout
 from .exploration import Exploration
 from .prompts import pad_left
+
+_BLOCK = 256  # words
 
 
 @dataclass(frozen=True)
@@ -152,12 +155,24 @@ class TokenDraw(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores (rows, V): 1 for the token that was drawn, 0 for all others."""
-        # fp64: in an fp32 sum near 1 a word of probability 1e-8 has no room.
-        upto = torch.softmax(scores / self.temperature, -1, dtype=torch.float64).cumsum(-1)
-        drawn = torch.rand(self.count, 1, dtype=torch.float64, device=scores.device)
-        at = drawn[self.rows] * upto[:, -1:]
-        token = torch.searchsorted(upto, at, right=True).clamp_(max=scores.shape[1] - 1)
+        rows, vocabulary = scores.shape
+        # Two stages: running sums of the whole vocabulary in fp64 take longer than all of a small model's layers.
+        likely = F.pad(torch.softmax(scores / self.temperature, -1, dtype=torch.float32), (0, -vocabulary % _BLOCK))
+        blocks = likely.view(rows, -1, _BLOCK)
+        upto = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+        at = torch.rand(self.count, 1, dtype=torch.float64, device=scores.device)[self.rows] * upto[:, -1:]
+        block = _first_above(upto, at)
+        before = torch.where(block > 0, upto.gather(1, (block - 1).clamp(min=0)), 0.0)
+        within = blocks.gather(1, block[..., None].expand(-1, -1, _BLOCK)).squeeze(1).double().cumsum(-1)
+        token = (block * _BLOCK + _first_above(within, at - before)).clamp_(max=vocabulary - 1)  # NaN: some token
         return torch.zeros_like(scores).scatter_(1, token, 1.0)
+
+
+def _first_above(upto: Tensor, at: Tensor) -> Tensor:
+    """The first place (rows, 1) whose running sum (rows, places) is above `at` (rows, 1), which is never one that adds
+    nothing; for an `at` that rounding took to the end, the last such place."""
+    place = torch.searchsorted(upto, torch.minimum(at, upto[:, -1:] * (1 - 2**-52)), right=True)
+    return place.clamp_(max=upto.shape[1] - 1)  # past the end: NaN
 
 
 def assemble(prompts, completions, examples, index, sampling: Sampling, device) -> Rollout:
@@ -190,7 +205,7 @@ def completion_mask(ids: Tensor, generated: Tensor, stop_ids: Sequence[int]) -> 
 
 
 def _widen(ids: Tensor, width: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(ids, (0, width - ids.shape[1]), value=value)
+    return F.pad(ids, (0, width - ids.shape[1]), value=value)
 
 
 @contextmanager
