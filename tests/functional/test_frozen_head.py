@@ -87,6 +87,21 @@ def test_half_precision_rounds_slopes_only():
     assert (found[2] - wanted[2]).norm() < 0.005 * wanted[2].norm()
 
 
+def test_bf16_products_are_summed_in_fp32_and_leave_the_setting_as_it_was():
+    """The logits of bf16 numbers are as near to fp64's as fp32's are, whichever kernel the machine has for them."""
+    hidden, labels, head = problem(torch.bfloat16, rows=512)
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    with torch.no_grad():
+        logps = frozen_head_logps_and_entropy(hidden, labels, head, 0.7)[0]
+    wide = LinearHead(head.weight.double(), None if head.bias is None else head.bias.double(), head.scale, head.cap)
+    exact = frozen_head_logps_and_entropy(hidden.double(), labels, wide, 0.7)[0]
+    torch.testing.assert_close(logps.double(), exact, atol=1e-5, rtol=1e-6)
+    with pytest.raises(IndexError):
+        frozen_head_logps_and_entropy(hidden[0, 0], labels, head, 0.7)
+    assert settings.fp32_precision == before
+
+
 def test_an_almost_certain_token_keeps_its_small_slope_in_half_precision():
     """1 - p_y is 3e-4 here: a softmax rounded to bf16 would have lost it."""
     weight = torch.tensor([[8.0, 0.0], [0.0, 1.0], [0.0, -1.0]], dtype=torch.bfloat16)

@@ -7,6 +7,8 @@ backward pass is a product of two numbers a row. That is two matrix products whe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -72,6 +74,18 @@ def frozen_head_logps_and_entropy(
     return torch.cat(logps)[:total], torch.cat(entropies)[:total]
 
 
+@contextmanager
+def _bf16_products() -> Iterator[None]:
+    """On a CPU that has bf16 products, fp32 matrices whose numbers are all bf16's go through them: nothing is rounded,
+    sums stay in fp32, and it takes half of the time."""
+    settings = torch.backends.mkldnn.matmul
+    before, settings.fp32_precision = settings.fp32_precision, "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
 class _FrozenHead(torch.autograd.Function):
     """Keeps the slopes of log-prob and entropy by the hidden state, (N, H) each."""
 
@@ -115,6 +129,7 @@ class _Sweep:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self.narrow = hidden.dtype if hidden.dtype == head.weight.dtype else wide
         self.hidden = hidden.to(wide)
+        self.bf16 = self.narrow == torch.bfloat16
         zeros = self.hidden.new_zeros
         rows, size = hidden.shape
         self.top = torch.full((rows, 1), _BELOW_ALL, dtype=wide, device=hidden.device)
@@ -133,7 +148,8 @@ class _Sweep:
     def add(self, start: int, end: int) -> None:
         """The logits of words start .. end - 1."""
         weight = self.head.weight[start:end]
-        logits = self.hidden @ weight.to(self.hidden.dtype).T
+        with _bf16_products() if self.bf16 else nullcontext():
+            logits = self.hidden @ weight.to(self.hidden.dtype).T
         if self.head.bias is not None:
             logits.add_(self.head.bias[start:end])
         if self.head.scale != 1.0:
