@@ -39,6 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 # default. This is the only list of them.
 SWITCHES: dict[str, dict[str, Any]] = {
     "LoRA products not fused": {"fuse_lora": False},
+    "RMSNorm not fused": {"fuse_norms": False},
     "adapters not merged for rollouts": {"merge_lora_in_rollouts": False},
     "layers compiled": {"compile_layers": True},
     "rows of a chunk by a budget of 2 GiB": {"memory_budget_gib": 2.0},

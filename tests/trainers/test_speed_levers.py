@@ -92,8 +92,8 @@ def assert_close(found, expected) -> None:
     assert max(gradient.abs().max() for gradient in gradients.values()) > 1e-3
 
 
-OFF = {"cache_frozen_layers": False, "fuse_lora": False, "merge_lora_in_rollouts": False}
-ON = {"cache_frozen_layers": True, "fuse_lora": True, "merge_lora_in_rollouts": True}
+OFF = {"cache_frozen_layers": False, "fuse_lora": False, "fuse_norms": False, "merge_lora_in_rollouts": False}
+ON = dict.fromkeys(OFF, True)
 WITHOUT_ADAPTERS = ("fuse_lora", "merge_lora_in_rollouts")
 
 
@@ -327,6 +327,12 @@ OBSERVED = {  # field -> values, and what is seen of them
     "fuse_lora": (
         {True: "_LoraLinearBackward", False: "AddBackward0"},
         lambda run: type(lora_layers(run)[0](torch.zeros(1, 1, 64)).grad_fn).__name__,
+    ),
+    "fuse_norms": (
+        {True: "_RMSNormBackward", False: "MulBackward0"},
+        lambda run: (
+            type(run.policy_model.get_base_model().model.norm(torch.zeros(1, 64, requires_grad=True)).grad_fn).__name__
+        ),
     ),
     "merge_lora_in_rollouts": ({None: True, True: True, False: False}, merged_in_rollouts),
     "drop_finished_rows": ({True: True, False: False}, lambda run: run.sampling.drop_finished_rows),

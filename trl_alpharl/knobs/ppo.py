@@ -132,6 +132,9 @@ class PPOKnobs:
     fuse_lora: bool = knob(
         True, "Run a LoRA layer over plain weights as one operation, in the precision of these weights."
     )
+    fuse_norms: bool = knob(
+        True, "Run an RMSNorm layer that does not learn as one operation that keeps its input alone, in its precision."
+    )
     merge_lora_in_rollouts: bool | None = knob(
         None,
         "Sample from a copy of the adapted layers with the adapter added, when they are not quantized. None: yes; "

@@ -17,6 +17,7 @@ from . import adapters
 from .backbone import FullPrecisionHead, check_head, decoder_of, hidden_states, take_positions, unwrap_peft
 from .frozen_layers import FrozenLayers, frozen_layers
 from .fused_lora import fuse_layers
+from .fused_norm import fuse_norm_layers
 from .merged import mergeable
 from .prepare import (
     disable_dropout,
@@ -65,6 +66,7 @@ class ActorCritic(TrainerFace, nn.Module):
         model_adapter_name: str | None = None,
         ref_adapter_name: str | None = None,
         fuse_lora: bool = True,
+        fuse_norms: bool = True,
         merge_in_rollouts: bool | None = None,
         cache_frozen_layers: bool | None = None,
     ) -> None:
@@ -104,6 +106,9 @@ class ActorCritic(TrainerFace, nn.Module):
         self.compiled = False
         if fuse_lora:
             fuse_layers(policy)
+        for model in (policy, value_model) if fuse_norms else ():
+            if model is not None:
+                fuse_norm_layers(model)
         self.switch = adapters.RoleSwitch(policy)
         self.switch.use(self.adapters["policy"])
         copies = []

@@ -125,6 +125,7 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
             model_adapter_name=args.model_adapter_name,
             ref_adapter_name=args.ref_adapter_name,
             fuse_lora=args.fuse_lora,
+            fuse_norms=args.fuse_norms,
             merge_in_rollouts=args.merge_lora_in_rollouts,
             cache_frozen_layers=args.cache_frozen_layers,
         )
