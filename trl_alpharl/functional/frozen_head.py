@@ -78,7 +78,7 @@ def frozen_head_logps_and_entropy(
 def _bf16_products() -> Iterator[None]:
     """On a CPU that has bf16 products, fp32 matrices whose numbers are all bf16's go through them: nothing is rounded,
     sums stay in fp32, and it takes half of the time."""
-    settings = torch.backends.mkldnn.matmul
+    settings = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, settings.fp32_precision = settings.fp32_precision, "bf16"
     try:
         yield

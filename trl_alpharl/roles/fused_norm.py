@@ -1,7 +1,7 @@
 """RMSNorm layers that do not learn, as one operation with a backward of its own.
 
-transformers' layers compute in fp32 step by step, and autograd keeps an fp32 copy of the hidden states for each. Here it
-is the input, in its own precision, and one number a token; the backward pass takes half of the steps.
+transformers' layers compute in fp32 step by step, and autograd keeps an fp32 copy of the hidden states for each. Here
+it is the input, in its own precision, and one number a token; the backward pass takes half of the steps.
 """
 
 from __future__ import annotations
