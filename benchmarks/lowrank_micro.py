@@ -23,7 +23,6 @@ import json
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from speed.options import command_line
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -318,7 +318,7 @@ def main() -> None:
         rows = {"methods": methods, "optimizer": optimizer, "norm": norm}[options.what](*load(folder), options.short)
     print(table(rows))
     versions = {name: version(name) for name in ("torch", "transformers")}
-    command = " ".join(["python", "benchmarks/lowrank_micro.py", *sys.argv[1:]])
+    command = " ".join(command_line("lowrank_micro.py"))
     print(f"\n{command}\n{versions}")
     out = options.out or Path(f"benchmarks/results/lowrank_{options.what}.json")
     out.parent.mkdir(parents=True, exist_ok=True)

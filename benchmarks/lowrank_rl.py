@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from datasets import Dataset
+from speed.options import command_line
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from trl_alpharl import PPOConfig, PPOTrainer
@@ -155,7 +156,9 @@ def run(task: str, folder: str | None, arm: str, rate: float, seed: int, short: 
         "kl": statistics.fmean(log["objective/kl"] for log in last),
         "gradient_and_state_bytes": meter.bytes,
         "step_s": statistics.median(meter.seconds),
-        "curve": [[log["episode"], log["objective/scores"], log["policy/entropy_avg"]] for log in logs],
+        "curve": [
+            [log["episode"], round(log["objective/scores"], 4), round(log["policy/entropy_avg"], 4)] for log in logs
+        ],
     }
 
 
@@ -248,7 +251,7 @@ def main() -> None:
     rows = json.loads(out.read_text())["runs"] if out.is_file() else []
     out.parent.mkdir(parents=True, exist_ok=True)
     versions = {name: version(name) for name in ("torch", "transformers", "trl", "bitsandbytes")}
-    command = " ".join(["python", "benchmarks/lowrank_rl.py", *sys.argv[1:]])
+    command = " ".join(command_line("lowrank_rl.py"))
     while missing := plan(options.task, arms, rows, options.short):
         for arm, rate, seed in missing:
             rows.append(run(options.task, options.model, arm, rate, seed, options.short))

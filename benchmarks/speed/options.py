@@ -87,11 +87,15 @@ def default_model() -> str:
     return done.stdout.splitlines()[-1]
 
 
+def command_line(script: str, words: list[str] | None = None) -> list[str]:
+    """The command that gave a result. Folders in it are this machine's own: their names alone are kept."""
+    given = sys.argv[1:] if words is None else words
+    return ["python", f"benchmarks/{script}", *(Path(word).name if word.startswith("/") else word for word in given)]
+
+
 def write_json(path: Path | None, script: str, words: list[str] | None, found: dict) -> None:
-    """The results and the command that gave them. Folders in it are this machine's own: their names alone are kept."""
+    """The results and the command that gave them."""
     if path is None:
         return
-    given = sys.argv[1:] if words is None else words
-    names = [Path(word).name if word.startswith("/") else word for word in given]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": ["python", f"benchmarks/{script}", *names], **found}, indent=1) + "\n")
+    path.write_text(json.dumps({"command": command_line(script, words), **found}, indent=1) + "\n")

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
-PATH = Path(__file__).parents[2] / "benchmarks/lowrank_micro.py"
-
 
 @pytest.fixture
-def micro(monkeypatch):
-    spec = importlib.util.spec_from_file_location("lowrank_micro", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def micro(benchmark, monkeypatch):
+    module = benchmark("lowrank_micro")
     monkeypatch.setattr(module, "RANK", 8)
     monkeypatch.setattr(module, "RANKS", (4, 8))
     return module

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
-
-PATH = Path(__file__).parents[2] / "benchmarks/lowrank_rl.py"
 
 
 @pytest.fixture
-def rl():
-    spec = importlib.util.spec_from_file_location("lowrank_rl", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def rl(benchmark):
+    return benchmark("lowrank_rl")
 
 
 def row(arm, rate, seed, score):
