@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trl_alpharl.functional import frozen_head
 from trl_alpharl.functional.frozen_head import LinearHead, frozen_head_logps_and_entropy
 
 
@@ -100,6 +101,26 @@ def test_bf16_products_are_summed_in_fp32_and_leave_the_setting_as_it_was():
     with pytest.raises(IndexError):
         frozen_head_logps_and_entropy(hidden[0, 0], labels, head, 0.7)
     assert settings.fp32_precision == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_on_a_gpu_logits_are_one_product_in_the_weights_precision_with_fp32_sums(monkeypatch, dtype):
+    """Without a GPU: what torch is asked for, answered here."""
+    hidden, labels, head = problem(dtype)
+    expected = gradients(frozen_head_logps_and_entropy, hidden, labels, head, 0.7)
+    asked = []
+
+    def mm(left, right, *, out_dtype):
+        asked.append((left.dtype, right.dtype, out_dtype))
+        return left.float() @ right.float()
+
+    monkeypatch.setattr(frozen_head, "_has_wide_sums", lambda weight: True)
+    monkeypatch.setattr(torch, "mm", mm)
+    found = gradients(frozen_head_logps_and_entropy, hidden, labels, head, 0.7)
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+    assert asked == ([] if dtype == torch.float32 else [(dtype, dtype, torch.float32)])
+    assert torch.ops.aten.mm.dtype  # which torch.mm with out_dtype is
 
 
 def test_an_almost_certain_token_keeps_its_small_slope_in_half_precision():
