@@ -189,7 +189,7 @@ class _Sweep:
         self.pull.mul_(factor).add_(weights.to(self.narrow) @ matrix)
 
     def product(self, weight: Tensor) -> Tensor:
-        """h W^T in fp32. Where h and W are in one half precision it is a product of such numbers with sums in fp32: that
+        """h W^T in fp32. Where h and W are in one half precision it is a product of those, with sums in fp32: that
         rounds nothing and is several times as fast."""
         if self.narrow.itemsize < 4 and _has_wide_sums(weight):
             return torch.mm(self.narrow_hidden, weight.T, out_dtype=torch.float32)
