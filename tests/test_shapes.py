@@ -65,7 +65,8 @@ def test_a_plan_is_the_cheapest_when_every_length_is_a_candidate(rollout):
         for classes in range(3)
         for borders in itertools.combinations(distinct[:-1], classes)
     )
-    assert padded_tokens(lengths, epochs, rows, plan_widths(lengths, epochs, rows)) == best
+    assert padded_tokens(lengths, epochs, rows, plan_widths(lengths, epochs, rows, max_classes=3)) == best
+    assert padded_tokens(lengths, epochs, rows, plan_widths(lengths, epochs, rows)) <= best
 
 
 def test_equal_cost_takes_the_fewer_classes():
@@ -84,6 +85,18 @@ def test_long_tailed_lengths_save_most_of_the_padding():
     widths = plan_widths(lengths, epochs, rows=4)
     assert sorted(set(widths)) == [21, 401]
     assert padded_tokens(lengths, epochs, 4, widths) < padded_tokens(lengths, epochs, 4, [401] * 64) / 4
+
+
+def test_spread_lengths_get_as_many_widths_as_pay():
+    """Lengths of 1 to 64, all rows in one mini-batch: hardly any padding; with three widths a quarter."""
+    lengths = list(range(1, 65))
+    epochs = [[list(range(64))]] * 4
+    assert padded_tokens(lengths, epochs, 4, plan_widths(lengths, epochs, 4)) < 1.1 * 4 * sum(lengths)
+    assert padded_tokens(lengths, epochs, 4, plan_widths(lengths, epochs, 4, max_classes=3)) > 1.25 * 4 * sum(lengths)
+    # Eight mini-batches of eight at random: each further width would only fill up more chunks.
+    order = sorted(lengths, key=lambda length: (length * 37) % 64)
+    drawn = [[[length - 1 for length in order[start : start + 8]] for start in range(0, 64, 8)]]
+    assert len(set(plan_widths(lengths, drawn, 8))) == 1
 
 
 @pytest.mark.parametrize("arguments", [{"rows": 0}, {"rows": 4, "max_classes": 0}])

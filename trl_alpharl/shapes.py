@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from itertools import combinations, pairwise
 from typing import NamedTuple
 
 # Storage of a tensor: bits an element, and elements that share one fp32 scale (0: no scales).
 STORAGE = {"fp32": (32, 0), "bf16": (16, 0), "fp8": (8, 128), "int8": (8, 128), "8bit": (8, 256), "nf4": (4, 64)}
 
-_QUANTILES = 16  # candidate class borders; more gain little and cost a plan quadratically
+_QUANTILES = 16  # candidate class borders; more gain little and cost a plan cubically
 
 
-def plan_widths(lengths: list[int], mini_batches: list[list[list[int]]], rows: int, max_classes: int = 3) -> list[int]:
+def plan_widths(
+    lengths: list[int], mini_batches: list[list[list[int]]], rows: int, max_classes: int = _QUANTILES
+) -> list[int]:
     """A padded width for every row of a rollout: the plan with the fewest padded tokens in training.
 
     Rows of one width form a class. Inside a mini-batch the rows of each class are cut into chunks of exactly `rows`
@@ -58,12 +59,18 @@ def plan_widths(lengths: list[int], mini_batches: list[list[list[int]]], rows: i
         return chunks * rows * (edges[high] + 1)
 
     last = len(borders)
-    costs = {(low, high): class_cost(low, high) for low, high in combinations(range(last + 1), 2)}
-    plans = [
-        (0, *inner, last) for classes in range(max_classes) for inner in combinations(range(1, last), classes)
-    ]  # fewest classes first: min() keeps the first of equals
-    best = min(plans, key=lambda plan: sum(costs[step] for step in pairwise(plan)))
-    tops = [edges[i] for i in best[1:]]
+    # The cheapest plans of 1, 2, ... classes for the rows up to each border, as (cost, edges).
+    plans = {high: (class_cost(0, high), (0, high)) for high in range(1, last + 1)}
+    best = plans[last]
+    for classes in range(2, min(max_classes, last) + 1):
+        plans = {
+            high: min(
+                (plans[low][0] + class_cost(low, high), (*plans[low][1], high)) for low in range(classes - 1, high)
+            )
+            for high in range(classes, last + 1)
+        }
+        best = min(best, plans[last], key=lambda plan: plan[0])  # the first of equals: the fewest classes
+    tops = [edges[i] for i in best[1][1:]]
     return [next(top for top in tops if length <= top) + 1 for length in lengths]
 
 

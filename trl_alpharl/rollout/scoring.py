@@ -43,11 +43,17 @@ class ChunkPlan:
         return replace(chunk, frozen_hidden=torch.stack([self.kept[row] for row in filled]))
 
 
-def plan_chunks(rollout: Rollout, mini_batches: list[list[list[int]]], rows: int) -> ChunkPlan:
+FEW_WIDTHS = 3  # where each costs a compilation
+
+
+def plan_chunks(
+    rollout: Rollout, mini_batches: list[list[list[int]]], rows: int, few_widths: bool = False
+) -> ChunkPlan:
     """Choose the widths of a rollout for the mini-batches it will be trained in (epochs x mini-batches x rows)."""
     prompts, completions = rollout.lengths()
     lengths = [prompt + completion for prompt, completion in zip(prompts, completions)]
-    widths = plan_widths(lengths, mini_batches, rows)
+    most = {"max_classes": FEW_WIDTHS} if few_widths else {}
+    widths = plan_widths(lengths, mini_batches, rows, **most)
     longest: dict[int, int] = {}
     for width, completion in zip(widths, completions):
         longest[width] = max(longest.get(width, 1), completion)

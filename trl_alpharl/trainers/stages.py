@@ -249,7 +249,7 @@ class PPOStages:
             sizes = (args.local_batch_size, args.num_mini_batches, args.num_ppo_epochs)
             batches = mini_batches(*sizes, seed, rollout.replayed)
             rows = equal_chunk_rows(args.local_mini_batch_size, self._rows_at_once(rollout))
-            self._plan = (rollout, plan_chunks(rollout, batches, rows), batches)
+            self._plan = (rollout, plan_chunks(rollout, batches, rows, self.args.compile_layers), batches)
         return self._plan[1:]
 
     def _rows_at_once(self, rollout: Rollout) -> int:
