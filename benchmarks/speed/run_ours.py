@@ -70,7 +70,13 @@ class SupervisedTrainer(ClockedPPOTrainer):
         valid = torch.ones_like(scores, dtype=torch.bool)
         return Scored(rollout, per_token, per_token, per_token, per_token, scores, valid, finite=True)
 
-    def chunk_loss(self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
+    def passes(self) -> tuple[str, ...]:
+        """The policy alone."""
+        return ("policy",)
+
+    def chunk_loss(
+        self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor, want: str
+    ) -> tuple[Tensor, dict]:
         """Cross-entropy of the completion tokens."""
         stats = model(
             input_ids=chunk.input_ids,
@@ -78,7 +84,7 @@ class SupervisedTrainer(ClockedPPOTrainer):
             position_ids=chunk.position_ids,
             predict_at=chunk.predict_at,
             completion_ids=chunk.completion_ids,
-            want="policy",
+            want=want,
         )
         loss = -masked_sum(stats.per_token_logps, chunk.completion_mask) / tokens
         return loss, {"loss/policy_avg": loss.detach()}

@@ -36,6 +36,13 @@ def test_predicts_what_other_sizes_keep(model, lora, critic, rows, width):
     assert predicted == pytest.approx(really_kept(roles, rows, width, width // 2), rel=0.2)
 
 
+def test_roles_apart_keep_no_more_than_the_greater_of_them(model, lora):
+    roles = ActorCritic(get_peft_model(model, lora), critic="adapter")
+    together, policy, value = (saved_bytes_per_token(roles, [want]) for want in ("policy+value", "policy", "value"))
+    assert saved_bytes_per_token(roles, ("policy", "value")) == max(policy, value) < 0.6 * together
+    assert policy + value == pytest.approx(together, rel=0.05)
+
+
 def test_checkpointed_layers_keep_less_and_all_is_left_as_it_was(model, lora):
     roles = ActorCritic(get_peft_model(model, lora)).train()
     plain = saved_bytes_per_token(roles)

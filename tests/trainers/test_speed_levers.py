@@ -70,16 +70,20 @@ def first_step(run) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     rollout, model = ragged(run), run._ready_for_own_loop()
     scored = run.score(rollout)
     numbers = [scored.old_per_token_logps, scored.ref_per_token_logps, scored.values, scored.entropies]
-    loss = run.policy_loss
+    policy_loss, value_loss, values = run.policy_loss, run.value_loss, []
 
-    def noting(stats, chunk, *rest):
-        numbers.extend(part.detach()[chunk.completion_mask] for part in stats)
-        return loss(stats, chunk, *rest)
+    def noting_policy(stats, chunk, *rest):
+        numbers.extend(part.detach()[chunk.completion_mask] for part in (stats.per_token_logps, stats.entropies))
+        return policy_loss(stats, chunk, *rest)
 
-    run.policy_loss = noting
+    def noting_value(stats, chunk, *rest):
+        values.append(stats.values.detach()[chunk.completion_mask])
+        return value_loss(stats, chunk, *rest)
+
+    run.policy_loss, run.value_loss = noting_policy, noting_value
     run.training_step(model, run.mini_batch(run.advantages(scored), 0))
     assert len(numbers) > 4 and not torch.equal(numbers[0], numbers[1])
-    return numbers, {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+    return numbers + values, {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
 
 
 def assert_close(found, expected) -> None:
@@ -118,6 +122,20 @@ def test_each_lever_alone_and_all_together_change_no_number(start, kind, checkpo
     other = start(kind, **shape, **levers(kind, OFF), temperature=0.9)  # so that this can fail
     with pytest.raises(AssertionError):
         assert_close(first_step(other), plain)
+
+
+def test_a_critic_with_a_trunk_of_its_own_learns_the_same_in_a_pass_of_its_own(start, monkeypatch):
+    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "num_mini_batches": 2}
+    assert start("shared", **shape).passes() == ("policy+value",)
+    apart = start("critic's adapter", **shape)
+    assert apart.passes() == ("policy", "value")
+    together = start("critic's adapter", **shape)
+    monkeypatch.setattr(together, "passes", lambda: ("policy+value",))
+    assert_close(first_step(apart), first_step(together))
+    found, expected = apart.metrics.flush(), together.metrics.flush()
+    assert "loss/value_avg" in found and "loss/policy_avg" in found
+    timeless = {name for name in expected if not name.startswith("time/")}
+    assert {name: found[name] for name in timeless} == pytest.approx({name: expected[name] for name in timeless})
 
 
 @pytest.mark.slow

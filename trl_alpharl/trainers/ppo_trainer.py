@@ -19,7 +19,7 @@ from ..lowrank.mixin import LowRankMixin
 from ..records import Advantages, Rollout, TokenChunk
 from ..rewards.model import RewardModel
 from ..rewards.runner import RewardRunner
-from ..roles.actor_critic import ActorCritic
+from ..roles.actor_critic import ActorCritic, Wanted
 from ..roles.prepare import freeze, refuse_shared_weights
 from ..rollout.prompts import PromptTokenizer
 from ..rollout.sampler import Sampling, stop_token_ids
@@ -226,22 +226,25 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
         whole_loss = torch.zeros((), device=self.args.device)
         while chunk is not None:
             following = next(chunks, None)
-            with self.gradient_sync(model, last=following is None):
-                loss, sums = self.chunk_loss(model, chunk, experience, tokens)
-                loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
-                self.accelerator.backward(loss)
-            whole_loss += loss.detach()
-            for name, value in sums.items():
-                totals[name] = totals.get(name, 0.0) + value
+            chunk = self.plan(experience.scored.rollout)[0].with_frozen(chunk, self.model)
+            for want in self.passes():
+                with self.gradient_sync(model, last=following is None):
+                    loss, sums = self.chunk_loss(model, chunk, experience, tokens, want)
+                    loss = loss * self.accelerator.num_processes  # DDP averages gradients over processes
+                    self.accelerator.backward(loss)
+                whole_loss += loss.detach()
+                for name, value in sums.items():
+                    totals[name] = totals.get(name, 0.0) + value
+                del loss, sums
             chunk = following
         self._finish_step(model, totals)
         return whole_loss
 
-    def chunk_loss(self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor) -> tuple[Tensor, dict]:
-        """A chunk's share of the loss and of the mini-batch's metrics."""
-        want = "policy+value" if self.policy_learns() else "value"
+    def chunk_loss(
+        self, model: Any, chunk: TokenChunk, experience: Advantages, tokens: Tensor, want: Wanted
+    ) -> tuple[Tensor, dict]:
+        """A chunk's share of the loss and of the mini-batch's metrics, of the roles that are wanted."""
         with self.accelerator.autocast():
-            chunk = self.plan(experience.scored.rollout)[0].with_frozen(chunk, self.model)
             stats = model(
                 input_ids=chunk.input_ids,
                 attention_mask=chunk.attention_mask,
@@ -253,8 +256,10 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
                 entropy_grad=self.entropy_learns(),
                 frozen_hidden=chunk.frozen_hidden,
             )
-        loss, sums = self.value_loss(stats, chunk, experience, tokens)
-        loss = self.args.vf_coef * loss
+        loss, sums = torch.zeros((), device=self.args.device), {}
+        if want != "policy":
+            value_loss, sums = self.value_loss(stats, chunk, experience, tokens)
+            loss = self.args.vf_coef * value_loss
         if want != "value":
             policy_loss, policy_sums = self.policy_loss(stats, chunk, experience, tokens)
             mask = chunk.completion_mask & gather_rows(chunk, experience.mask)

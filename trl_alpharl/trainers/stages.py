@@ -24,6 +24,7 @@ from ..functional.losses import clipped_surrogate_loss, clipped_value_loss
 from ..functional.masking import masked_moments, masked_sum, merge_moments, whiten
 from ..functional.rewards import combine_rewards, penalize_missing_eos, token_rewards
 from ..records import Advantages, Rollout, Scored, TokenChunk, TokenStats
+from ..roles.actor_critic import Wanted
 from ..roles.prepare import check_positions, first_bad_parameter
 from ..roles.saved_bytes import saved_bytes_per_token
 from ..rollout.exploration import Exploration
@@ -156,6 +157,16 @@ class PPOStages:
         """Whether the next step trains the policy, or the critic alone."""
         return self.state.global_step >= self.args.critic_warmup_steps
 
+    def passes(self) -> tuple[Wanted, ...]:
+        """What each chunk of the next step is asked for, a forward and a backward pass each."""
+        return self._passes_of_all() if self.policy_learns() else ("value",)
+
+    def _passes_of_all(self) -> tuple[Wanted, ...]:
+        """A critic with a trunk of its own comes after the policy, so that what their passes keep never exists
+        together; DDP wants one backward for all."""
+        apart = self.model.critic != "shared" and self.accelerator.num_processes == 1
+        return ("policy", "value") if apart else ("policy+value",)
+
     def entropy_learns(self) -> bool:
         """Whether `policy_loss` differentiates the entropies: their slopes are then made with the log-probs'."""
         return False
@@ -258,7 +269,7 @@ class PPOStages:
             return self.args.per_device_train_batch_size
         if self._saved_bytes is None:
             with self.accelerator.autocast():
-                self._saved_bytes = saved_bytes_per_token(self.model)
+                self._saved_bytes = saved_bytes_per_token(self.model, self._passes_of_all())
         width = max(map(sum, zip(*rollout.lengths()))) + 1
         return max(1, int(self.args.memory_budget_gib * 2**30 / (self._saved_bytes * width)))
 
