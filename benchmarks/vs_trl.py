@@ -149,9 +149,10 @@ def main(words: list[str] | None = None) -> None:
     print(f"{machine['processor']}, core {'all' if core is None else core}; load {machine['load_before']:.1f} before")
     if not ours_alone:
         print(report.DIFFERENCES)
-    results = [mode(options, sides, variant) for variant in options.variant]
-    found = {"machine": machine, "differences": report.DIFFERENCES, "results": results}
-    write_json(options.out, "vs_trl.py", words, found)
+    found: dict[str, Any] = {"machine": machine, "differences": report.DIFFERENCES, "results": []}
+    for variant in options.variant:
+        found["results"].append(mode(options, sides, variant))
+        write_json(options.out, "vs_trl.py", words, found)
 
 
 if __name__ == "__main__":
