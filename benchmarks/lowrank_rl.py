@@ -84,6 +84,7 @@ SMOLLM2 = {
     "total_episodes": 12 * 32,
 }
 TOP_LAYERS = 4
+REWARDS = {"tiny": "positive_words", "smollm2": "vader_sentiment"}
 
 
 class Meter(TrainerCallback):
@@ -139,7 +140,7 @@ def run(task: str, folder: str | None, arm: str, rate: float, seed: int, short: 
             model=model,
             processing_class=tokenizer,
             train_dataset=rows,
-            reward_funcs=get_reward("positive_words") if tiny else get_reward("sentiment"),
+            reward_funcs=get_reward(REWARDS[task]),
             callbacks=[meter],
         )
         trainer.train()

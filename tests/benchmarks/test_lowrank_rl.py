@@ -10,6 +10,10 @@ def rl(benchmark):
     return benchmark("lowrank_rl")
 
 
+def test_both_tasks_have_their_reward(rl):
+    assert {task: callable(rl.get_reward(name)) for task, name in rl.REWARDS.items()} == {"tiny": True, "smollm2": True}
+
+
 def row(arm, rate, seed, score):
     return {
         "arm": arm,
