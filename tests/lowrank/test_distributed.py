@@ -153,7 +153,8 @@ def with_trainer(rank, all_reduce, folder):
         save_strategy="no",
         learning_rate=1e-3,
     )
-    config = LowRankConfig(rank=4, all_reduce=all_reduce, all_reduce_rank=2, update_gap=3)
+    few = {"all_reduce_rank": 2} if all_reduce == "powersgd" else {}
+    config = LowRankConfig(rank=4, all_reduce=all_reduce, update_gap=3, **few)
     trainer = LowRankTrainer(model, args, train_dataset=Rows(), low_rank=config)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
