@@ -72,6 +72,20 @@ def test_lora_factors_are_projected_from_rank_65_on(model, caplog, r, rank, smal
     optimizer.step()  # plain Adam for those matrices
 
 
+def test_one_flag_keeps_the_moments_of_small_lora_in_8_bit(model):
+    lora = get_peft_model(model, LoraConfig(r=64, target_modules=["up_proj"]))
+    sizes = {}
+    for kind in ("fp32", "8bit"):
+        config = LowRankConfig(plain_storage=kind)
+        optimizer = LowRankAdamW(low_rank_groups(lora, config), config=config)
+        lora(torch.randint(0, 64, (2, 6)), labels=torch.randint(0, 64, (2, 6))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {state["mean_kind"] for state in optimizer.state.values()} == {kind} and not optimizer._matrices
+        sizes[kind] = optimizer.state_bytes()
+    assert sizes["fp32"] / sizes["8bit"] > 3.9
+
+
 def test_frozen_and_0d_and_flattened_parameters(model):
     model.scale = nn.Parameter(torch.tensor(1.0))
     found = reasons(model, LowRankConfig(rank=8))
