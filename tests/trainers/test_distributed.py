@@ -159,8 +159,9 @@ def test_low_rank_gradients_move_the_weights_and_send_fewer_bytes(two, _models):
         before = _models[0].model.layers[0].mlp.up_proj.weight
         assert len(logs) >= 8 and logs[-1]["grad_norm"] > 0 and logs[-1]["lowrank/skipped_steps"] == 0
         assert not torch.equal(weights["policy.model.layers.0.mlp.up_proj.weight"], before)
-    assert sent["full"] == 4 * sum(tensor.numel() for tensor in weights.values())
-    assert sent["powersgd"] < sent["full"] / 3 and sent["projected"] < sent["full"] / 2
+    learning = [tensor for key, tensor in weights.items() if not key.startswith("reference.")]
+    assert sent["full"] == 4 * sum(tensor.numel() for tensor in learning)
+    assert max(sent["powersgd"], sent["projected"]) < sent["full"] / 3
 
 
 def test_nf4_and_lora_under_accelerate_launch_with_one_process(folder):
