@@ -1,6 +1,9 @@
 """In a stock transformers Trainer."""
 
+import json
 import logging
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from trl_alpharl.lowrank.callback import LowRankGradientCallback, LowRankLogger
 from trl_alpharl.lowrank.config import LowRankConfig
 from trl_alpharl.lowrank.param_groups import low_rank_optimizer
+
+SPECTRA = json.loads((Path(__file__).parents[1] / "data/gradient_spectra.json").read_text())["spectra"]
 
 
 class Rows(torch.utils.data.Dataset):
@@ -132,6 +137,38 @@ def test_a_gradient_that_is_not_finite_is_passed_on_and_counted(trainer, model):
     callback.on_log(run.args, run.state, run.control, logs)
     assert logs["lowrank/skipped"] == 1 and logs["lowrank/energy"] == pytest.approx(1, abs=1e-4)
     assert torch.equal(model.lm_head.weight.grad.nan_to_num(9), spoilt.nan_to_num(9))
+
+
+@pytest.mark.parametrize("rank", [16, 64, 128])
+@pytest.mark.parametrize("spectrum", SPECTRA[:4], ids=lambda s: s["matrix"])
+def test_by_default_a_real_gradient_s_error_is_within_two_percent_of_the_best(spectrum, rank):
+    (out, into), values = spectrum["shape"], torch.tensor(spectrum["singular_values"])
+    left, right = (torch.linalg.qr(torch.randn(size, len(values)))[0] for size in (out, into))
+    layer = torch.nn.Linear(into, out, bias=False)
+    layer.weight.grad = (left * values) @ right.T
+    whole = layer.weight.grad.double()
+    callback, args = LowRankGradientCallback(LowRankConfig(rank=rank)), SimpleNamespace()
+    callback.on_train_begin(args, None, None, model=layer)
+    callback.on_pre_optimizer_step(args, SimpleNamespace(global_step=3), None)
+    error = (whole - layer.weight.grad.double()).norm()
+    assert 1 - 1e-4 < error / values[rank:].double().norm() < 1.02
+
+
+def test_gradients_that_an_fp16_scaler_scaled_give_the_scaled_approximation(model):
+    """So that it does not matter whether they are unscaled before; one that overflowed still shows."""
+    found, args = [], SimpleNamespace(fp16=True)
+    ids = torch.arange(2, 26).view(3, 8)
+    for scale in (1.0, 2.0**12):
+        callback = LowRankGradientCallback(LowRankConfig(rank=4))
+        callback.on_train_begin(args, None, None, model=model)
+        model.zero_grad()
+        (model(input_ids=ids, labels=ids).loss * scale).backward()
+        callback.on_pre_optimizer_step(args, SimpleNamespace(global_step=1), None)
+        found.append(model.lm_head.weight.grad / scale)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    model.lm_head.weight.grad[0, 0] = float("inf")
+    callback.on_pre_optimizer_step(args, SimpleNamespace(global_step=2), None)
+    assert model.lm_head.weight.grad.isinf().any()
 
 
 def test_two_equal_runs_see_the_same_bases(trainer, model):

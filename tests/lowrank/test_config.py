@@ -8,7 +8,8 @@ from torch import nn
 
 from trl_alpharl.functional.subspace import SUBSPACE_METHODS
 from trl_alpharl.knobs import LowRankKnobs, Storage, SubspaceMethod
-from trl_alpharl.lowrank.config import PRESETS, LowRankConfig
+from trl_alpharl.lowrank.callback import LowRankGradientCallback
+from trl_alpharl.lowrank.config import _OPTIMIZER_ONLY, PRESETS, LowRankConfig
 from trl_alpharl.lowrank.optimizer import LowRankAdamW
 from trl_alpharl.shapes import STORAGE
 
@@ -37,6 +38,9 @@ def test_the_choices_of_the_knobs_are_the_entries_of_the_tables():
         ({"update": "scaled", "accumulate_in_subspace": True}, r"which update: scaled needs"),
         ({"update": "scaled", "all_reduce": "projected"}, r"which update: scaled needs"),
         ({"all_reduce": "projected", "accumulate_in_subspace": False}, r"^all_reduce: projected exchanges"),
+        ({"tanh_tau": 9.0}, r"^tanh_tau is set, but rank_policy is 'fixed'; tanh_tau is read with 'tanh'"),
+        ({"rank_max": 64, "rank_policy": "tanh"}, r"^rank_max is set, but rank_policy is 'tanh'"),
+        ({"all_reduce_rank": 4}, r"^all_reduce_rank is set, but all_reduce is 'full'"),
     ],
 )
 def test_refuses_what_cannot_work_in_one_line(changes, message):
@@ -162,6 +166,30 @@ def digest(config: LowRankConfig) -> list:
 def test_every_field_changes_something(name):
     value, needs = OTHER[name]
     base = {"rank": 48, "update_gap": 3, **needs}
+    assert digest(LowRankConfig(**base)) != digest(LowRankConfig(**{**base, name: value}))
+
+
+READ_BY_THE_CALLBACK = [name for name in OTHER if name not in _OPTIMIZER_ONLY]
+
+
+@pytest.mark.parametrize("name", READ_BY_THE_CALLBACK)
+def test_every_field_that_the_callback_takes_changes_its_gradients(name):
+    def digest(config):
+        model, callback = Little(), LowRankGradientCallback(config)
+        args = SimpleNamespace(fp16=False, deepspeed=None, fsdp=None)
+        callback.on_train_begin(args, None, None, model=model)
+        sums = []
+        for step in range(4):
+            model.zero_grad()
+            model(
+                torch.randn(60, 96, generator=torch.Generator().manual_seed(step)).bfloat16()
+            ).float().square().mean().backward()
+            callback.on_pre_optimizer_step(args, SimpleNamespace(global_step=step), None)
+            sums += [float(p.grad.double().abs().sum()) for p in model.parameters()]
+        return sums
+
+    value, needs = OTHER[name]
+    base = {"rank": 24, **{key: other for key, other in needs.items() if key not in _OPTIMIZER_ONLY}}
     assert digest(LowRankConfig(**base)) != digest(LowRankConfig(**{**base, name: value}))
 
 

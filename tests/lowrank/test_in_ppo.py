@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from trl_alpharl import PPOConfig
+from trl_alpharl.lowrank.callback import LowRankGradientCallback
+from trl_alpharl.lowrank.config import LowRankConfig
 from trl_alpharl.lowrank.optimizer import LowRankAdamW
 from trl_alpharl.lowrank.rank1 import Rank1Monitor
 from trl_alpharl.metrics_table import METRICS, describe
@@ -106,15 +108,23 @@ def test_resuming_also_inside_a_rollout_is_bit_equal(trainer, model, tmp_path, s
     assert len(ends) == 2 and ends[0] == ends[1]
 
 
-def test_a_loop_of_one_s_own_gives_the_same_weights(trainer, model):
+@pytest.mark.parametrize("values", [ON, {"lowrank": "callback", "lowrank_rank": 2}], ids=lambda v: v["lowrank"])
+def test_a_loop_of_one_s_own_gives_the_same_weights(trainer, model, values):
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    run = trainer(**ON)
+    run = trainer(**values)
     run.train()
     model.load_state_dict(start)
-    own = trainer(**ON)
+    own = trainer(**values)
     for _ in range(own.args.num_total_batches):
         own.update(own.advantages(own.score(own.rollout())))
     assert torch.equal(weights(run), weights(own))
+
+
+def test_both_tools_at_once_are_refused_in_both_loops(trainer):
+    both = {**ON, "callbacks": [LowRankGradientCallback(LowRankConfig(rank=4))]}
+    for start in (lambda run: run.train(), lambda run: run.update(run.advantages(run.score(run.rollout())))):
+        with pytest.raises(ValueError, match=r"^LowRankGradientCallback and LowRankAdamW are both configured"):
+            start(trainer(**both))
 
 
 def test_every_key_is_logged_somewhere_and_described(trainer, model):

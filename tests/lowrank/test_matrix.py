@@ -222,6 +222,23 @@ def test_a_rank_change_keeps_a_constant_gradient_s_momentum(exact):
     assert state["rank"] > 12
 
 
+def test_zeros_show_no_basis_and_the_first_one_is_looked_for_again(exact):
+    """LoRA's A has a gradient of zeros in step 0, where B starts at zero."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128, bias=False)
+    direction = torch.randn(128, 3) @ torch.randn(3, 64)
+    optimizer = LowRankAdamW(model.parameters(), config=exact(rank=8, update_gap=4))
+    kept, bases = [], []
+    for step in range(12):
+        (model.weight * direction * (step not in (0, 4, 5))).sum().backward()
+        optimizer.step()
+        kept.append(optimizer.statistics()["lowrank/energy"])
+        bases.append(optimizer.state[model.weight]["basis"])
+    assert kept[1] < 0.5 and min(kept[2:4] + kept[6:]) == pytest.approx(1, abs=1e-4)
+    assert torch.equal(bases[3], bases[4])  # a turn that saw zeros keeps the basis
+    assert optimizer.state[model.weight]["refreshes"] == 2
+
+
 def test_tied_weights_are_one_matrix_with_both_gradients(exact):
     torch.manual_seed(0)
     embedding, head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)

@@ -149,6 +149,20 @@ def test_resuming_is_bit_equal_across_a_refresh_and_loads_weights_only(
             assert torch.equal(value, theirs[key]) if isinstance(value, torch.Tensor) else value == theirs[key]
 
 
+def test_a_state_saved_before_the_first_good_step_is_loaded(network, exact, train, backward, weights):
+    """A basis without moments, as a first gradient that is not finite leaves it."""
+    model, resumed = network(), network()
+    optimizer, other = (LowRankAdamW(m.parameters(), lr=1e-2, config=exact()) for m in (model, resumed))
+    (model(torch.full((2, 48), float("nan"))).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert optimizer.skipped_steps == 1 and "mean" not in optimizer.state[model.first.weight]
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for m, o in ((model, optimizer), (resumed, other)):
+        train(m, o, range(1, 4))
+    assert torch.equal(weights(model), weights(resumed)) and other.skipped_steps == 1
+
+
 def test_a_state_of_another_kind_is_refused_in_one_line(network, exact, train):
     model = network()
     adam = torch.optim.AdamW(model.parameters())

@@ -6,6 +6,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
 
+from trl_alpharl.lowrank.callback import LowRankGradientCallback
 from trl_alpharl.lowrank.config import LowRankConfig
 from trl_alpharl.lowrank.optimizer import LowRankAdamW
 from trl_alpharl.lowrank.param_groups import describe, low_rank_groups, low_rank_optimizer, plan
@@ -71,6 +72,20 @@ def test_lora_factors_are_projected_from_rank_65_on(model, caplog, r, rank, smal
     optimizer.step()  # plain Adam for those matrices
 
 
+def test_one_flag_keeps_the_moments_of_small_lora_in_8_bit(model):
+    lora = get_peft_model(model, LoraConfig(r=64, target_modules=["up_proj"]))
+    sizes = {}
+    for kind in ("fp32", "8bit"):
+        config = LowRankConfig(plain_storage=kind)
+        optimizer = LowRankAdamW(low_rank_groups(lora, config), config=config)
+        lora(torch.randint(0, 64, (2, 6)), labels=torch.randint(0, 64, (2, 6))).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert {state["mean_kind"] for state in optimizer.state.values()} == {kind} and not optimizer._matrices
+        sizes[kind] = optimizer.state_bytes()
+    assert sizes["fp32"] / sizes["8bit"] > 3.9
+
+
 def test_frozen_and_0d_and_flattened_parameters(model):
     model.scale = nn.Parameter(torch.tensor(1.0))
     found = reasons(model, LowRankConfig(rank=8))
@@ -109,6 +124,24 @@ def test_arguments_under_which_it_would_train_wrong(model, tmp_path):
         setattr(bad, name, True)
         with pytest.raises(ValueError, match=f"^low-rank gradients do not work with {reason}"):
             low_rank_optimizer(model, bad, LowRankConfig(rank=8))
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "DEEPSPEED"])
+def test_engines_that_accelerate_launch_chose_are_refused_too(model, tmp_path, monkeypatch, engine):
+    """Training arguments say nothing of them."""
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    monkeypatch.setenv(f"ACCELERATE_USE_{engine}", "true")
+    with pytest.raises(ValueError, match=f"^low-rank gradients do not work with {engine.lower()}: "):
+        low_rank_optimizer(model, args, LowRankConfig(rank=8))
+    with pytest.raises(ValueError, match=f"^low-rank gradients do not work with {engine.lower()}: "):
+        LowRankGradientCallback(LowRankConfig(rank=8)).on_train_begin(args, None, None, model=model)
+
+
+@pytest.mark.parametrize("way", ["powersgd", "projected"])
+def test_an_exchange_that_only_the_mixin_does_is_refused_without_it(model, tmp_path, way):
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ValueError, match=f"^all_reduce is '{way}', but .+; use LowRankMixin"):
+        low_rank_optimizer(model, args, LowRankConfig(rank=8, all_reduce=way))
 
 
 def test_nothing_to_project_is_said(model):

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from peft import get_peft_model
 from torch import nn
 
 from trl_alpharl.lowrank.rank1 import Rank1Monitor, fit_rank1
@@ -78,6 +79,26 @@ def test_the_monitor_logs_and_changes_nothing():
     torch.testing.assert_close(model.weight.detach(), 8 * model.pace)
     assert seen[4] == {} and seen[-1]["lowrank/rank1_share"] == pytest.approx(1, abs=1e-3)
     assert seen[-1]["lowrank/rank1_r2"] > 0.999 and seen[-1]["lowrank/rank1_alignment"] > 0.999
+
+
+def test_lora_factors_are_watched_and_the_trunk_is_not(model, lora):
+    adapted = get_peft_model(model, lora)
+    factors = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    before = {name: p.detach().clone() for name, p in adapted.named_parameters()}
+    monitor = Rank1Monitor(every=1, window=3, modules="q_proj", extrapolate=True, check=lambda m: 0.0, ahead=5)
+    state = SimpleNamespace(global_step=0, log_history=[])
+    monitor.on_train_begin(None, state, None, model=adapted)
+    paces = {name: torch.randn_like(p) for name, p in factors.items()}
+    for state.global_step in range(1, 4):
+        with torch.no_grad():
+            for name, p in factors.items():
+                p += paces[name]
+        monitor.on_step_end(None, state, None, model=adapted)
+    assert monitor.accepted == 1
+    for name, p in adapted.named_parameters():
+        steps = 0 if name not in factors else 8 if "q_proj" in name else 3
+        expected = before[name] + steps * paces[name] if steps else before[name]
+        torch.testing.assert_close(p.detach(), expected, rtol=0.02, atol=0.05)
 
 
 def test_a_step_along_the_line_is_kept_when_the_score_rises():

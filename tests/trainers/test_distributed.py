@@ -77,7 +77,7 @@ def assert_equal(first, second):
         assert torch.equal(tensor, second[name]), name
 
 
-@pytest.mark.parametrize("name", ["straight", "warm-up", "bad"])
+@pytest.mark.parametrize("name", ["straight", "warm-up", "bad", "full", "powersgd", "projected"])
 def test_both_processes_hold_the_same_weights_and_logs(two, name):
     (weights, facts), (others, other_facts) = outcome(two, name, 0), outcome(two, name, 1)
     assert_equal(weights, others)
@@ -147,6 +147,21 @@ def test_a_bad_reward_on_one_process_skips_the_rollout_on_both(two):
     logs = [entry for entry in outcome(two, "bad", 0)[1]["logs"] if "val/skipped_steps" in entry]
     assert [entry["grad_norm"] == 0 for entry in logs] == [True, True, False, False]
     assert [entry["val/skipped_steps"] for entry in logs] == [1, 2, 2, 2]
+
+
+def test_low_rank_gradients_move_the_weights_and_send_fewer_bytes(two, _models):
+    """With every exchange; over full gradients and projected ones also when a rollout was skipped on one process."""
+    sent = {}
+    for name in ("full", "powersgd", "projected"):
+        weights, facts = outcome(two, name, 0)
+        logs = [entry for entry in facts["logs"] if "lowrank/sent_bytes" in entry]
+        sent[name] = logs[-1]["lowrank/sent_bytes"]
+        before = _models[0].model.layers[0].mlp.up_proj.weight
+        assert len(logs) >= 8 and logs[-1]["grad_norm"] > 0 and logs[-1]["lowrank/skipped_steps"] == 0
+        assert not torch.equal(weights["policy.model.layers.0.mlp.up_proj.weight"], before)
+    learning = [tensor for key, tensor in weights.items() if not key.startswith("reference.")]
+    assert sent["full"] == 4 * sum(tensor.numel() for tensor in learning)
+    assert max(sent["powersgd"], sent["projected"]) < sent["full"] / 3
 
 
 def test_nf4_and_lora_under_accelerate_launch_with_one_process(folder):

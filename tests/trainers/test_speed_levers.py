@@ -138,11 +138,25 @@ def test_a_critic_with_a_trunk_of_its_own_learns_the_same_in_a_pass_of_its_own(s
     assert {name: found[name] for name in timeless} == pytest.approx({name: expected[name] for name in timeless})
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_layers_beside_all_other_levers_change_no_number(start, kind, monkeypatch):
+def test_the_rows_of_a_chunk_change_no_number(start, kind):
+    """The scoring pass and the gradients; twelve rows in chunks of 4, of 1 and of 12, a few rows of each width."""
+    shape = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, **levers(kind, ON)}
+    found = []
+    for budget in (None, 1e-6, 100.0):
+        numbers, gradients = first_step(start(kind, memory_budget_gib=budget, **shape))
+        found.append((numbers[:4], gradients, len(numbers)))
+    assert len({count for _, _, count in found}) == 3  # as many chunks were trained
+    for numbers, gradients, _ in found[1:]:
+        assert_close((numbers, gradients), found[0][:2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, backend", [*((kind, "aot_eager") for kind in KINDS), ("shared", "inductor")])
+def test_compiled_layers_beside_all_other_levers_change_no_number(start, kind, backend, monkeypatch):
+    """aot_eager: the graphs alone, in seconds. inductor: with the kernels that training gets."""
     compile_with = nn.Module.compile
-    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_with(self, backend="aot_eager"))
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_with(self, backend=backend))
     torch._dynamo.reset()
     plain = first_step(start(kind, **levers(kind, OFF)))
     assert_close(first_step(start(kind, compile_layers=True, **levers(kind, ON))), plain)
@@ -156,22 +170,25 @@ def test_a_checkpointed_model_is_not_compiled(trainer, deep):
 
 
 @pytest.mark.parametrize(
-    "kind, precision, checkpointing",
+    "kind, precision, more",
     [
-        ("shared", "weights", False),
-        ("shared", "autocast", True),
-        ("critic's adapter", "weights", True),
-        ("critic's adapter", "autocast", False),
-        ("full parameters", "weights", True),
-        ("full parameters", "autocast", False),
+        ("shared", "weights", None),
+        ("shared", "autocast", "gradient_checkpointing"),
+        ("critic's adapter", "weights", "gradient_checkpointing"),
+        ("critic's adapter", "autocast", None),
+        ("full parameters", "weights", "gradient_checkpointing"),
+        ("full parameters", "autocast", None),
+        pytest.param("shared", "weights", "compile_layers", marks=pytest.mark.slow),
     ],
 )
-def test_the_first_ratio_is_exactly_1_in_bf16_with_every_lever_on(start, kind, precision, checkpointing):
-    """At learning rate 0, in every chunk of every PPO epoch (TRAPS A6)."""
+def test_the_first_ratio_is_exactly_1_in_bf16_with_every_lever_on(start, kind, precision, more):
+    """At learning rate 0, in every chunk of every PPO epoch (TRAPS A6); compiled by inductor, for several widths."""
+    torch._dynamo.reset()
     dtype = torch.bfloat16 if precision == "weights" else torch.float32
     knobs = {"learning_rate": 0.0, "num_ppo_epochs": 3, "num_mini_batches": 2, "total_episodes": 12}
     knobs |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3, "bf16": precision == "autocast"}
-    run = start(kind, dtype, gradient_checkpointing=checkpointing, **levers(kind, ON), **knobs)
+    knobs |= {more: True} if more else {}
+    run = start(kind, dtype, **levers(kind, ON), **knobs)
     assert run.model.config._attn_implementation == NAME
     run.explore = lambda prompts, examples, index: ragged(run, index)
     ratios, loss = [], run.policy_loss

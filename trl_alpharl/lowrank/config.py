@@ -35,6 +35,13 @@ _OPTIMIZER_ONLY = (
     "all_reduce_rank",
 )
 
+# Fields that one choice of another field reads.
+_READ_WITH = {
+    ("rank_policy", "tanh"): ("tanh_base", "tanh_delta", "tanh_tau"),
+    ("rank_policy", "energy"): ("energy", "rank_min", "rank_max"),
+    ("all_reduce", "powersgd"): ("all_reduce_rank",),
+}
+
 
 @dataclass
 class LowRankConfig(LowRankKnobs):
@@ -68,6 +75,7 @@ class LowRankConfig(LowRankKnobs):
         ):
             if clash:
                 raise ValueError(f"{reason}.")
+        _check_read(self)
 
     @classmethod
     def of(cls, args: Any) -> LowRankConfig:
@@ -139,6 +147,14 @@ def _check_ranges(config: LowRankConfig) -> None:
             value = getattr(config, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not holds(value):
                 raise ValueError(f"{name} is {value!r}; it must be {rule}.")
+
+
+def _check_read(config: LowRankConfig) -> None:
+    for (chooser, choice), names in _READ_WITH.items():
+        chosen = getattr(config, chooser)
+        for name in names:
+            if chosen != choice and getattr(config, name) != getattr(LowRankKnobs, name):
+                raise ValueError(f"{name} is set, but {chooser} is {chosen!r}; {name} is read with {choice!r}.")
 
 
 def _check_pattern(pattern: Any) -> None:

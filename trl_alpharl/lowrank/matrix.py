@@ -200,9 +200,13 @@ class ProjectedMatrix:
 
     def _renew(self, state: dict[str, Any], step: int, basis: Tensor, moments: Moments) -> Moments:
         """Store the next basis and return the moments in it."""
+        seen = fetch(self.gradient.parts, "seen", (self.d, self.gradient.parts["seen_columns"]))
+        if self.method != "random" and not seen.any():
+            # Zeros show no direction: the first gradient of LoRA's A, where B starts at zero, would leave A a random
+            # basis until the next turn. A first basis is looked for again in the next step.
+            return moments
         rank = self._next_rank(state, step)
         method = SUBSPACE_METHODS["power" if self._is_first(state) else self.method]
-        seen = fetch(self.gradient.parts, "seen", (self.d, self.gradient.parts["seen_columns"]))
         found = method.find(seen, rank, self._generator(step, "find"))
         state["rank"], state["refreshes"] = rank, state["refreshes"] + 1
         store(state, "basis", found, self.config.basis_storage)

@@ -129,4 +129,6 @@ class LowRankMixin:
             logs = {**logs, **self.low_rank_optimizer.statistics()}
             if self._power_sgd is not None:
                 logs["lowrank/sent_bytes"] = self._power_sgd.sent_bytes
+            elif self.low_rank.all_reduce == "full" and is_distributed():
+                logs["lowrank/sent_bytes"] = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
         super().log(logs, *args, **kwargs)

@@ -223,7 +223,8 @@ class LowRankAdamW(torch.optim.Optimizer):
 
     def _check_saved(self, parameter: nn.Parameter, saved: dict[str, Any]) -> None:
         matrix = self._matrices.get(parameter)
-        if "square_is_root" not in saved or ("rank" in saved) != (matrix is not None):
+        # A matrix whose steps were all skipped has a basis and no moments yet.
+        if ("rank" in saved) != (matrix is not None) or not ("rank" in saved or "square_is_root" in saved):
             raise ValueError(
                 "the optimizer state was saved by another optimizer or with other projected matrices; "
                 "resume with the configuration that it was saved with, or without the optimizer state."

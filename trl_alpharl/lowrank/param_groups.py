@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Collection
@@ -113,10 +114,15 @@ def low_rank_optimizer(
     when training ends. `LowRankMixin` needs neither.
 
     Args: args, transformers' TrainingArguments.
-    Raises ValueError under fp16, DeepSpeed or FSDP.
+    Raises ValueError under fp16, DeepSpeed or FSDP, and for an `all_reduce` that a trainer without the mixin cannot do.
     """
     config = LowRankConfig() if config is None else config
     refuse_arguments(args, config.takes_gradients)
+    if config.all_reduce != "full":
+        raise ValueError(
+            f"all_reduce is {config.all_reduce!r}, but the trainer's own exchange of full gradients would run; "
+            "use LowRankMixin."
+        )
     return LowRankAdamW, {
         "params": low_rank_groups(model, config, args.weight_decay),
         "lr": args.learning_rate,
@@ -136,11 +142,19 @@ def refuse_arguments(args: Any, takes_gradients: bool) -> None:
             "fp16: its GradScaler cannot unscale gradients that are projected during backward; use bf16, or "
             "accumulate_in_subspace: false",
         ),
-        (getattr(args, "deepspeed", None), "deepspeed: it steps inside backward and flattens or shards gradients"),
-        (getattr(args, "fsdp", None), "fsdp: a shard is no matrix to project; use DDP"),
+        (
+            getattr(args, "deepspeed", None) or _launched_with("DEEPSPEED"),
+            "deepspeed: it steps inside backward and flattens or shards gradients",
+        ),
+        (getattr(args, "fsdp", None) or _launched_with("FSDP"), "fsdp: a shard is no matrix to project; use DDP"),
     ):
         if refused:
             raise ValueError(f"low-rank gradients do not work with {reason}.")
+
+
+def _launched_with(engine: str) -> bool:
+    """Whether `accelerate launch` was told to use an engine; training arguments do not show that."""
+    return os.environ.get(f"ACCELERATE_USE_{engine}", "false").lower() in ("true", "1", "yes", "on", "y", "t")
 
 
 def _lora_rank(name: str, parameter: nn.Parameter) -> int:

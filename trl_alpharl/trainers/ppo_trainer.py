@@ -295,6 +295,7 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
             self.training_step(model, self.mini_batch(experience, self.state.global_step))
             if self.args.max_grad_norm > 0:
                 self._clip_grad_norm(model)
+            self._tell_gradient_callbacks("on_pre_optimizer_step")
             self.optimizer.step()
             self.lr_scheduler.step()
             model.zero_grad()
@@ -339,7 +340,16 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
             self.create_optimizer()
             self.model_wrapped, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.create_scheduler(num_training_steps=self.args.max_steps)
+            self._tell_gradient_callbacks("on_train_begin")
         return self.model_wrapped
+
+    def _tell_gradient_callbacks(self, event: str) -> None:
+        """In a loop of one's own callbacks are not called; those that change gradients are part of the update."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, LowRankGradientCallback):
+                getattr(callback, event)(
+                    self.args, self.state, self.control, model=self.model, optimizer=self.optimizer
+                )
 
 
 def _low_rank_callbacks(args: PPOConfig) -> list[TrainerCallback]:

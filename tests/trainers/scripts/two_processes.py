@@ -156,6 +156,14 @@ def main(folder: Path) -> None:
     run.train()
     write(folder, "warm-up", run)
 
+    for exchange in ("full", "powersgd", "projected"):
+        low_rank = {"lowrank": "optimizer", "lowrank_rank": 4, "lowrank_all_reduce": exchange}
+        low_rank |= {"lowrank_all_reduce_rank": 2} if exchange == "powersgd" else {}
+        reward = score if exchange == "powersgd" else bad_on_the_second_process  # it starts at step 10 of 16
+        run = make(folder, exchange, lora=False, reward=reward, num_ppo_epochs=4, num_mini_batches=2, **low_rank)
+        run.train()
+        write(folder, exchange, run)
+
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
