@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,6 +87,13 @@ class TrainerFace:
         """Generate with the policy. PEFT's own `generate` would bring back a generation config that was set on it."""
         with self.switch.using(self.adapters["policy"]):
             return unwrap_peft(self.policy).generate(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True) -> None:
+        """Save the policy as `trainer.save_model()` does, without the critic: a peft or a transformers folder."""
+        from .saving import save_policy  # it imports ActorCritic, which has this face
+
+        if is_main_process:
+            save_policy(self, Path(save_directory))
 
     def add_model_tags(self, tags: list[str] | str) -> None:
         """Tag the policy, for its model card."""
