@@ -145,6 +145,23 @@ def test_a_model_with_adapter_layers_that_is_no_peft_model_is_refused(model, lor
         ActorCritic(model)
 
 
+def test_a_mixture_of_experts_that_reports_its_routing_is_sampled_from(trainer):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"vocab_size": 64, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = MixtralConfig(**sizes, **ids, num_key_value_heads=2, num_local_experts=2, output_router_logits=True)
+    run = trainer(model=MixtralForCausalLM(config), total_episodes=8)
+    run.train()
+    assert run.state.log_history[0]["val/ratio"] == 1.0
+    assert run.model.config.output_router_logits is True
+
+
+def test_a_model_without_weights_is_refused(trainer, model):
+    with pytest.raises(ValueError, match="model has no weights"):
+        trainer(model=model.to("meta"))
+
+
 def test_adalora_is_refused(model):
     config = AdaLoraConfig(task_type="CAUSAL_LM", total_step=10, target_modules=["q_proj"])
     with pytest.raises(ValueError, match=r"peft_config: PeftType\.ADALORA is not supported"):

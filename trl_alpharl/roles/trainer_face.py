@@ -74,6 +74,11 @@ class TrainerFace:
         # The head gets a slice, (rows, 1, hidden) of longer rows. torch would take it for a batch of matrices and copy
         # the vocabulary's weights once a row: 0.9 GB for 16 prompts of a 135M model.
         hook = head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(), *given[1:]))
+        # A mixture of experts would weigh its balancing loss by a mask of all tokens where a step has but one a row.
+        text = self.config.get_text_config()
+        balanced = getattr(text, "output_router_logits", False)
+        if balanced:
+            text.output_router_logits = False
         self.eval()
         try:
             with torch.no_grad(), merged_adapter(self.policy, adapter) if merge else nullcontext():
@@ -81,6 +86,8 @@ class TrainerFace:
                     yield
         finally:
             hook.remove()
+            if balanced:
+                text.output_router_logits = balanced
             self.train(training)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

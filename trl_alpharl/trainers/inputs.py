@@ -56,6 +56,8 @@ def load_policy(
     elif init_kwargs:
         raise ValueError("model_init_kwargs is set, but model is already loaded; pass its name instead.")
     refuse_unsupported(_transformers_model(model, "model", "a transformers model or its name").config, "model")
+    if all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model has no weights (they are on the meta device); load it with from_pretrained.")
     if peft_config is None:
         return model
     if not isinstance(peft_config, PeftConfig):
