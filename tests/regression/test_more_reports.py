@@ -65,10 +65,26 @@ def test_trl_4350_a_rows_tools_and_template_arguments_reach_the_template(tokeniz
         {"prompt": TURNS, "tools": None, "chat_template_kwargs": {"enable_thinking": False, "other": None}},
     ]
     assert prompts(rows) == [[5], [5, 22], [5, 21], [5, 9]]
+    everywhere = PromptTokenizer(tokenizer, chat_template_kwargs={"enable_thinking": False})
+    thinking = {"prompt": TURNS, "chat_template_kwargs": {"enable_thinking": True}}
+    assert everywhere([rows[0], thinking]) == [[5, 9], [5]]
     with pytest.raises(
         ValueError, match="`tools` beside a chat prompt must be a list of tools or its JSON, found 'hammer'"
     ):
         prompts([{"prompt": TURNS, "tools": "hammer"}])
+
+
+def test_trl_4350_template_arguments_of_the_config_reach_every_prompt(trainer, tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    for given in ({"enable_thinking": False}, '{"enable_thinking": false}'):
+        run = trainer(
+            train_dataset=Dataset.from_dict({"prompt": [TURNS]}),
+            processing_class=tokenizer,
+            chat_template_kwargs=given,
+            reward_funcs=lambda completions, **kwargs: [0.0] * len(completions),
+        )
+        assert run.rollout(0).prompt_ids.tolist() == [[5, 9]] * 8
 
 
 def test_token_ids_of_no_shape_are_one_line_each(tokenizer):

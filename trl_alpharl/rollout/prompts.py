@@ -46,8 +46,14 @@ class PromptTokenizer:
     mask.
     """
 
-    def __init__(self, tokenizer: Any, data_collator: Callable | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        data_collator: Callable | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,  # of every row; a row's own come first
+    ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs or {}
         self.data_collator = data_collator
         self.num_embeddings: int | None = None  # rows of the model's embedding, once a model is known
 
@@ -93,8 +99,8 @@ class PromptTokenizer:
             return _unmasked(example["input_ids"], example.get("attention_mask"))
         prompt = example["prompt"]
         if is_conversational({"prompt": prompt}):
-            row = {"prompt": prompt, "chat_template_kwargs": _given(example.get("chat_template_kwargs"))}
-            text = apply_chat_template(row, self.tokenizer, tools=_tools(example))["prompt"]
+            arguments = {**self.chat_template_kwargs, **_given(example.get("chat_template_kwargs"))}
+            text = apply_chat_template({"prompt": prompt}, self.tokenizer, _tools(example), **arguments)["prompt"]
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not isinstance(prompt, str):
             raise ValueError(f"`prompt` must be text or a list of chat turns, found {type(prompt).__name__}.")

@@ -37,7 +37,17 @@ class PPOConfig(PPOKnobs, PrefixedLowRankKnobs, BaseConfig):
         default=None, metadata={"help": "Arguments of from_pretrained when the model is passed by name."}
     )
 
-    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "model_init_kwargs", "lowrank_rank_pattern"]
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template, such as enable_thinking; a row's own come first."},
+    )
+
+    _VALID_DICT_FIELDS = [
+        *BaseConfig._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "chat_template_kwargs",
+        "lowrank_rank_pattern",
+    ]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         for name in kwargs:

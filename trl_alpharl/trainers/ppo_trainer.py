@@ -107,7 +107,7 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
         inputs.check_top_layers(args.lora_top_layers, peft_config)
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
-        self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator)
+        self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator, args.chat_template_kwargs)
         inputs.check_datasets(self.tokenize_prompts, train_dataset, eval_dataset)
         rewards = inputs.list_rewards(reward_funcs, reward_model, args.reward_weights)
 
