@@ -212,6 +212,35 @@ def test_a_reward_function_may_change_what_it_is_given():
     assert seen == [([[{"role": "assistant", "content": " w5 "}]], ["x"])]
 
 
+def test_a_reward_function_may_leave_torch_without_gradients(trainer):
+    def score(completions, **kwargs):
+        torch.set_grad_enabled(False)
+        return [float(len(text)) for text in completions]
+
+    run = trainer(reward_funcs=score, total_episodes=8)
+    run.train()
+    assert torch.is_grad_enabled() and run.state.global_step == 2
+
+
+def test_the_ratio_is_1_whatever_torchs_default_precision_is(trainer):
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        run = trainer(total_episodes=8, num_ppo_epochs=1)
+        run.train()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert run.state.log_history[0]["val/ratio"] == 1.0
+    assert run.model.value_head.weight.dtype == torch.float32
+
+
+def test_what_is_asked_of_the_actor_critic_and_is_the_policys_is_told(trainer, lora):
+    run = trainer(peft_config=lora)
+    with pytest.raises(AttributeError, match=r"use trainer\.policy_model\.merge_and_unload\."):
+        run.model.merge_and_unload()
+    with pytest.raises(AttributeError, match="object has no attribute 'nothing'"):
+        run.model.nothing  # noqa: B018
+
+
 # Saving and resuming
 
 

@@ -19,6 +19,18 @@ class TrainerFace:
     `reference`, `value_model`, `switch`, `adapters`,
     `merge_in_rollouts` and `compiled`."""
 
+    def __getattr__(self, name: str) -> Any:
+        """What the policy has and this module has not is an error that says where to find it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            policy = self.__dict__.get("_modules", {}).get("policy")
+            if name.startswith("_") or policy is None or not hasattr(policy, name):
+                raise
+            raise AttributeError(
+                f"trainer.model holds every role and has no {name!r}; use trainer.policy_model.{name}."
+            ) from None
+
     @property
     def config(self) -> Any:
         """The policy's config."""

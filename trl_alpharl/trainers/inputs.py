@@ -56,7 +56,8 @@ def load_policy(
     elif init_kwargs:
         raise ValueError("model_init_kwargs is set, but model is already loaded; pass its name instead.")
     refuse_unsupported(_transformers_model(model, "model", "a transformers model or its name").config, "model")
-    if all(parameter.is_meta for parameter in model.parameters()):
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # refused for that, later
+    if not offloaded and all(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("model has no weights (they are on the meta device); load it with from_pretrained.")
     if peft_config is None:
         return model

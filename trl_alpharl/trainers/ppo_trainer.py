@@ -218,12 +218,12 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
         if not experience.scored.finite:
             self.faults.skipped_step()
         if not experience.scored.finite or tokens == 0:
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), dtype=torch.float32, device=self.args.device)
         # Built one by one: all chunks of a mini-batch together take more memory than the rollout record.
         chunks = self.plan(experience.scored.rollout)[0].chunks(experience.scored.rollout, rows)
         chunk = next(chunks, None)
         totals: dict[str, Tensor] = {}
-        whole_loss = torch.zeros((), device=self.args.device)
+        whole_loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         while chunk is not None:
             following = next(chunks, None)
             with self.gradient_sync(model, last=following is None):
