@@ -292,6 +292,9 @@ def check_dataset(prompts: Any, dataset: Any, name: str) -> None:
     if "input_ids" in row or not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
         return
     if getattr(dataset.features["prompt"], "dtype", "") == "string":  # a bad row would end the run in its middle
+        chunks = dataset.data.column("prompt").chunks  # ten times as fast as rows; it holds those left out, too
+        if all(all(chunk.to_pylist()) for chunk in chunks):
+            return
         allowed = ("",) if prompts.tokenizer("")["input_ids"] else ()
         for number, prompt in enumerate(dataset.with_format(None)["prompt"]):
             if not prompt and prompt not in allowed:
