@@ -55,7 +55,7 @@ def build(recipe: Recipe) -> Run:
     if not names:
         raise ValueError("reward_funcs: missing; name a reward, or a classifier in reward_model_path.")
     peft_config = lora_config(model_args)
-    inputs.check_roles(model_args.model_name_or_path or args.sft_model_path, None, args.critic, peft_config)
+    inputs.check_roles(model_args.model_name_or_path or args.sft_model_path, None, None, args.critic, peft_config)
     check_resume(args)
     train, held_out = load_prompts(script, args.seed)
     rewards = inputs.list_rewards(names, None, args.reward_weights)

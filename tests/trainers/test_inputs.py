@@ -100,7 +100,7 @@ def test_a_saved_adapter_learns_on(model, lora, tmp_path):
     assert any(parameter.requires_grad for parameter in loaded.parameters())
     with pytest.raises(ValueError, match=r"model: .*adapter is a saved adapter; pass it without peft_config"):
         inputs.load_policy(folder, None, lora)
-    inputs.check_roles(folder, None, "adapter", None)
+    inputs.check_roles(folder, None, None, "adapter", None)
     policy.peft_config["default"].base_model_name_or_path = None
     policy.peft_config["default"].save_pretrained(folder)
     with pytest.raises(ValueError, match="names no base model"):
@@ -109,12 +109,12 @@ def test_a_saved_adapter_learns_on(model, lora, tmp_path):
 
 def test_a_critic_without_a_place_is_refused_before_weights_load(model, classifier, lora):
     with pytest.raises(ValueError, match="value_model is the same object as model"):
-        inputs.check_roles(model, model, "shared", None)
+        inputs.check_roles(model, None, model, "shared", None)
     for given in (model, "some/model"):
         with pytest.raises(ValueError, match="critic='adapter' needs a LoRA policy"):
-            inputs.check_roles(given, None, "adapter", None)
-        inputs.check_roles(given, None, "adapter", lora)
-        inputs.check_roles(given, classifier, "adapter", None)
+            inputs.check_roles(given, None, None, "adapter", None)
+        inputs.check_roles(given, None, None, "adapter", lora)
+        inputs.check_roles(given, None, classifier, "adapter", None)
 
 
 # ---- Value model -----------------------------------------------------------------------------------------------------

@@ -153,6 +153,9 @@ class PPOKnobs:
     )
 
     model_init_kwargs: dict | None = knob(None, "Arguments of from_pretrained when the model is passed by name.")
+    chat_template_kwargs: dict | None = knob(
+        None, "Arguments of the chat template, such as enable_thinking; a row's own come first."
+    )
 
     # Read by scripts and by the command line, not by the trainer
     sft_model_path: str | None = knob(None, "Model to start from when model_name_or_path is not given.")

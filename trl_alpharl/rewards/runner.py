@@ -83,7 +83,7 @@ class RewardRunner:
         outputs: list[Any] = []
         try:
             for name, function in zip(self.names, self.reward_funcs):
-                chosen = _arguments_for(name, function, arguments)
+                chosen = {key: _own_copy(value) for key, value in _arguments_for(name, function, arguments).items()}
                 with _naming(name):
                     outputs.append(function(**chosen))
         except BaseException:
@@ -144,6 +144,16 @@ def _arguments_for(name: str, function: Callable[..., Any], arguments: dict[str,
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
         return arguments
     return {parameter.name: arguments[parameter.name] for parameter in named if parameter.name in arguments}
+
+
+def _own_copy(value: Any) -> Any:
+    """Lists and dicts anew, what is in them as it is: a function may change what it is given (strip a completion, pop
+    an answer) without the next one, or the table of samples, seeing that."""
+    if type(value) is list:
+        return [_own_copy(entry) for entry in value]
+    if type(value) is dict:
+        return {key: _own_copy(entry) for key, entry in value.items()}
+    return value
 
 
 def _as_floats(name: str, output: Any, rows: int) -> list[float | None]:

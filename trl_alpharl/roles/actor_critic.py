@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 
 from ..functional.frozen_head import frozen_head_logps_and_entropy
@@ -141,6 +142,11 @@ class ActorCritic(TrainerFace, nn.Module):
         for field, name in (("model_adapter_name", policy_name), ("ref_adapter_name", reference_name)):
             if name is not None:
                 raise ValueError(f"{field} is {name!r}, but model has no adapters.")
+        if any(isinstance(module, BaseTunerLayer) for module in self.policy.modules()):
+            raise ValueError(  # the roles would switch its layers off for good, and nothing but the critic would learn
+                "model has adapter layers, but is no PeftModel (add_adapter, or the base that get_peft_model changed); "
+                "pass the PeftModel, or load the base model anew."
+            )
         if is_quantized(self.policy):
             raise ValueError("model is quantized, so its weights cannot train; pass peft_config (or use_peft: true).")
         if self.critic == "adapter":

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import PeftModel, PeftType
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
@@ -24,6 +24,7 @@ from .prepare import require_trainable
 
 REFERENCE_ADAPTER = "reference"
 VALUE_ADAPTER = "critic"
+_OURS = "_made_by_trl_alpharl"  # on the config of an adapter that a trainer added
 LEAVES_BASE_WEIGHTS = ("gaussian", "orthogonal", "eva")  # named initializations; others may move weights of the base
 UNSUPPORTED = {
     "target_parameters": "LoRA on expert parameters",
@@ -103,7 +104,8 @@ def policy_adapter(model: PeftModel, name: str | None) -> str:
 def require_lora(model: PeftModel, adapter: str) -> None:
     """Refuse adapters that cannot be switched by flags, or off exactly, one line each."""
     config = model.peft_config[adapter]
-    if config.is_prompt_learning or config.is_adaption_prompt:
+    # AdaLoRA lets one adapter learn and drops ranks by steps that nobody here takes.
+    if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type == PeftType.ADALORA:
         raise ValueError(f"peft_config: {config.peft_type} is not supported; use a LoRA-type adapter.")
     if getattr(config, "bias", "none") != "none":
         raise ValueError(
@@ -204,11 +206,14 @@ def adapter_parameters(model: PeftModel, adapter: str) -> Iterator[tuple[str, nn
 
 def _add_adapter(model: PeftModel, name: str, config: Any) -> None:
     """Add an adapter that starts as the identity, without touching what the others learn or the base weights."""
+    if getattr(model.peft_config.get(name), _OURS, False):
+        model.delete_adapter(name)  # of an earlier trainer of this model, as when a notebook's cell runs again
     if name in model.peft_config:
         raise ValueError(f"model already has an adapter named {name!r}, the name this trainer needs; rename yours.")
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True  # pissa, olora and the like would move base weights that the policy runs on
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    setattr(config, _OURS, True)
     model.add_adapter(name, config)
     for parameter in trainable:  # add_adapter re-activates the old adapter, which may freeze or unfreeze others
         parameter.requires_grad_(True)

@@ -29,11 +29,33 @@ def save_policy(model: ActorCritic, folder: Path) -> None:
     if isinstance(model.policy, PeftModel):
         _save_adapter(model.policy, model.adapters["policy"], TaskType.CAUSAL_LM, folder)
     else:
-        model.policy.save_pretrained(folder)
+        with _writable_generation_config(model.policy):
+            model.policy.save_pretrained(folder)
+
+
+@contextmanager
+def _writable_generation_config(policy: Any) -> Iterator[None]:
+    """transformers loads a generation config with a temperature but without do_sample, as Llama 2's, and then refuses
+    to write it, which would end a run at its first checkpoint. It is written with do_sample."""
+    own = policy.generation_config
+    try:
+        if own is not None:
+            own.validate(strict=True)
+    except ValueError:
+        policy.generation_config = copy.deepcopy(own)
+        policy.generation_config.do_sample = True
+    try:
+        yield
+    finally:
+        policy.generation_config = own
 
 
 def load_policy(model: ActorCritic, folder: Path) -> None:
     """Load what `save_policy` wrote, without touching which parameters learn."""
+    adapted, saved = isinstance(model.policy, PeftModel), (folder / ADAPTER_FILE).is_file()
+    if adapted != saved:
+        kinds = {True: "an adapter", False: "a whole model"}
+        raise ValueError(f"{folder} holds {kinds[saved]}, but this run trains {kinds[adapted]} (peft_config).")
     if isinstance(model.policy, PeftModel):
         _load_adapter(model.policy, model.adapters["policy"], folder)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ class TrainerFace:
     """What is asked of a transformers model, answered by the policy. `ActorCritic` mixes this in and holds `policy`,
     `reference`, `value_model`, `switch`, `adapters`,
     `merge_in_rollouts` and `compiled`."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What the policy has and this module has not is an error that says where to find it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            policy = self.__dict__.get("_modules", {}).get("policy")
+            if name.startswith("_") or policy is None or not hasattr(policy, name):
+                raise
+            raise AttributeError(
+                f"trainer.model holds every role and has no {name!r}; use trainer.policy_model.{name}."
+            ) from None
 
     @property
     def config(self) -> Any:
@@ -73,6 +86,11 @@ class TrainerFace:
         # The head gets a slice, (rows, 1, hidden) of longer rows. torch would take it for a batch of matrices and copy
         # the vocabulary's weights once a row: 0.9 GB for 16 prompts of a 135M model.
         hook = head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(), *given[1:]))
+        # A mixture of experts would weigh its balancing loss by a mask of all tokens where a step has but one a row.
+        text = self.config.get_text_config()
+        balanced = getattr(text, "output_router_logits", False)
+        if balanced:
+            text.output_router_logits = False
         self.eval()
         try:
             with torch.no_grad(), merged_adapter(self.policy, adapter) if merge else nullcontext():
@@ -80,12 +98,21 @@ class TrainerFace:
                     yield
         finally:
             hook.remove()
+            if balanced:
+                text.output_router_logits = balanced
             self.train(training)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the policy. PEFT's own `generate` would bring back a generation config that was set on it."""
         with self.switch.using(self.adapters["policy"]):
             return unwrap_peft(self.policy).generate(*args, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, is_main_process: bool = True) -> None:
+        """Save the policy as `trainer.save_model()` does, without the critic: a peft or a transformers folder."""
+        from .saving import save_policy  # it imports ActorCritic, which has this face
+
+        if is_main_process:
+            save_policy(self, Path(save_directory))
 
     def add_model_tags(self, tags: list[str] | str) -> None:
         """Tag the policy, for its model card."""

@@ -54,4 +54,6 @@ def join_rollouts(first: Rollout, second: Rollout, pad_id: int) -> Rollout:
 def _behavior(rollout: Rollout) -> Tensor:
     if rollout.behavior_logps is not None:
         return rollout.behavior_logps
-    return torch.full(rollout.completion_ids.shape, torch.nan, device=rollout.completion_ids.device)
+    return torch.full(
+        rollout.completion_ids.shape, torch.nan, dtype=torch.float32, device=rollout.completion_ids.device
+    )

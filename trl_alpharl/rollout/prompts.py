@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,23 +37,32 @@ def prompt_rows(num_rows: int, batch_size: int, rollout: int, seed: int) -> list
 class PromptTokenizer:
     """Token ids of dataset rows.
 
-    A row holds `prompt` (text, or chat turns that go through the chat template) or `input_ids` (with an optional
-    `attention_mask`). With `data_collator` (a TRL 1.12 script's) the rows' tensors go through it and its mask decides
-    what counts. Padding is dropped here by that mask; later code pads as it needs.
+    A row holds `prompt` (text, or chat turns that go through the chat template, with the row's `tools` and
+    `chat_template_kwargs` where it has them) or `input_ids` (with an optional `attention_mask`). With `data_collator`
+    (a TRL 1.12 script's) the rows' tensors go through it and its mask decides what counts. Padding is dropped here by
+    that mask; later code pads as it needs.
 
     Raises ValueError for a missing column, an empty prompt, an id past `num_embeddings`, or a collator that returns no
     mask.
     """
 
-    def __init__(self, tokenizer: Any, data_collator: Callable | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        data_collator: Callable | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,  # of every row; a row's own come first
+    ) -> None:
         self.tokenizer = tokenizer
+        self.chat_template_kwargs = chat_template_kwargs or {}
         self.data_collator = data_collator
         self.num_embeddings: int | None = None  # rows of the model's embedding, once a model is known
 
     def check(self, example: dict[str, Any], name: str) -> None:
         """Raise one line if a dataset's rows cannot be read."""
         if "prompt" not in example and "input_ids" not in example:
-            raise ValueError(f"{name} needs a `prompt` or an `input_ids` column; it has {sorted(example)}.")
+            chat = [column for column in ("messages", "conversations") if column in example]
+            hint = f" Rename {chat[0]!r} to 'prompt', without the answers to be trained." if chat else ""
+            raise ValueError(f"{name} needs a `prompt` or an `input_ids` column; it has {sorted(example)}.{hint}")
         chat = "input_ids" not in example and is_conversational({"prompt": example["prompt"]})
         if chat and getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(f"{name}.prompt holds chat turns, but the tokenizer has no chat template.")
@@ -73,6 +83,8 @@ class PromptTokenizer:
                     f"a prompt holds token id {max(ids)}, but the model has {self.num_embeddings} embeddings; "
                     "tokenize with the model's own tokenizer."
                 )
+            if min(ids) < 0:
+                raise ValueError(f"a prompt holds token id {min(ids)}; mark what does not count in `attention_mask`.")
         return rows
 
     def _collated(self, examples: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -80,20 +92,65 @@ class PromptTokenizer:
         batch = self.data_collator([{key: example[key] for key in keep if key in example} for example in examples])
         if "attention_mask" not in batch:
             raise ValueError("data_collator must return `attention_mask`; padding is told by it, never by token id.")
-        return [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
+        return [_unmasked(ids, mask) for ids, mask in zip(batch["input_ids"], batch["attention_mask"])]
 
     def _tokenize(self, example: dict[str, Any]) -> list[int]:
         if "input_ids" in example:
-            ids = torch.as_tensor(example["input_ids"])
-            mask = example.get("attention_mask")
-            return (ids if mask is None else ids[torch.as_tensor(mask).bool()]).tolist()
+            return _unmasked(example["input_ids"], example.get("attention_mask"))
         prompt = example["prompt"]
         if is_conversational({"prompt": prompt}):
-            text = apply_chat_template({"prompt": prompt}, self.tokenizer)["prompt"]
+            arguments = {**self.chat_template_kwargs, **_given(example.get("chat_template_kwargs"))}
+            text = apply_chat_template({"prompt": prompt}, self.tokenizer, _tools(example), **arguments)["prompt"]
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if not isinstance(prompt, str):
             raise ValueError(f"`prompt` must be text or a list of chat turns, found {type(prompt).__name__}.")
-        return self.tokenizer(prompt)["input_ids"]
+        return self._text_ids(prompt)
+
+    def _text_ids(self, text: str) -> list[int]:
+        """Token ids of a text that goes on: with one first token where both text and tokenizer bring it, as after a
+        chat template that a script applied, and without an end that the tokenizer adds."""
+        ids = self.tokenizer(text)["input_ids"]
+        if (
+            len(ids) > 1
+            and ids[0] == ids[1] == self.tokenizer.bos_token_id
+            and text.startswith(self.tokenizer.bos_token)
+        ):
+            ids = ids[1:]
+        if ids and ids[-1] == self.tokenizer.eos_token_id:
+            own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            if ids[-len(own) - 1 : -1] == own:
+                ids = ids[:-1]
+        return ids
+
+
+def _unmasked(ids: Any, mask: Any) -> list[int]:
+    ids = torch.as_tensor(ids)
+    if ids.dim() != 1:
+        raise ValueError(f"`input_ids` of a row must be one list of token ids, found the shape {tuple(ids.shape)}.")
+    if mask is None:
+        return ids.tolist()
+    mask = torch.as_tensor(mask)
+    if mask.shape != ids.shape:
+        raise ValueError(f"`attention_mask` of a row has {mask.numel()} entries for {len(ids)} input_ids.")
+    return ids[mask.bool()].tolist()
+
+
+def _given(arguments: dict[str, Any] | None) -> dict[str, Any]:
+    """A row's template arguments without those of other rows, which a table fills with None."""
+    return {name: value for name, value in (arguments or {}).items() if value is not None}
+
+
+def _tools(example: dict[str, Any]) -> Any:
+    """A row's tools: a list, or such a list as JSON, as TRL reads it."""
+    tools = example.get("tools")
+    if not isinstance(tools, str):
+        return tools
+    try:
+        return json.loads(tools)
+    except ValueError:
+        raise ValueError(
+            f"`tools` beside a chat prompt must be a list of tools or its JSON, found {tools!r}."
+        ) from None
 
 
 def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:

@@ -92,7 +92,7 @@ def _generate(
     """
     rows = torch.arange(len(ids), device=ids.device)
     completions = ids.new_full((len(ids), sampling.response_length), sampling.pad_id)
-    logps = torch.zeros(completions.shape, device=ids.device)
+    logps = torch.zeros(completions.shape, dtype=torch.float32, device=ids.device)
     # A recorder divides by the temperature itself.
     draw = TokenDraw(sampling.temperature if recorder is None else 1.0, rows)
     stops = torch.tensor(sampling.stop_ids, dtype=ids.dtype, device=ids.device)

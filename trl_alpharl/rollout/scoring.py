@@ -104,7 +104,7 @@ def score_rollout(roles: Roles, rollout: Rollout, plan: ChunkPlan, temperature: 
     """Old log-probs, entropies, values and reference log-probs of a whole rollout, (B, C) each, 0 at padding."""
     shape = rollout.completion_ids.shape
     device = rollout.completion_ids.device
-    outputs = [torch.zeros(shape, device=device) for _ in range(4)]
+    outputs = [torch.zeros(shape, dtype=torch.float32, device=device) for _ in range(4)]
     for chunk in plan.chunks(rollout, range(shape[0])):
         chunk = plan.with_frozen(chunk, roles)
         stats, reference = roles.score(chunk, temperature)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,6 +121,7 @@ class CheckpointMixin:
             "step": self.state.global_step,
             "save_only_model": self.args.save_only_model,
             "run": _sizes(self.args, self.model.critic),
+            "optimizer": _optimizer_settings(self.args),
             "files": {
                 path.relative_to(checkpoint).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
                 for path in sorted(checkpoint.rglob("*"))
@@ -232,6 +234,25 @@ def check_resumable(checkpoint: Path, args: Any, critic: str) -> None:
     for name, size in _sizes(args, critic).items():
         if manifest["run"][name] != size:
             raise ValueError(f"{checkpoint} was saved with {name}={manifest['run'][name]!r}; this run has {size!r}.")
+    saved = manifest.get("optimizer", {})  # a checkpoint of an earlier version does not say
+    now = _optimizer_settings(args)
+    for name in ("optim", "own_critic_learning_rate"):
+        if name in saved and saved[name] != now[name]:
+            raise ValueError(f"{checkpoint} was saved with {name}={saved[name]!r}; this run has {now[name]!r}.")
+    changed = [f"{name} {now[name]!r} (saved: {value!r})" for name, value in saved.items() if now[name] != value]
+    if changed:
+        warnings.warn(
+            f"resuming goes on with the optimizer of {checkpoint}; no effect: {', '.join(changed)}.", stacklevel=2
+        )
+
+
+def _optimizer_settings(args: Any) -> dict[str, Any]:
+    """What the optimizer's saved state holds, or what its shape depends on: a resumed run cannot change it."""
+    names = ("learning_rate", "critic_learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
+    return {
+        "optim": str(getattr(args.optim, "value", args.optim)),
+        "own_critic_learning_rate": args.critic_learning_rate is not None,
+    } | {name: getattr(args, name) for name in names}
 
 
 def _sizes(args: Any, critic: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ..records import Scored
 from ..rollout.prompts import seeded_generator
 from ..rollout.sampler import sample
 from ..rollout.scoring import plan_chunks
+from . import inputs
 from .loader import PromptLoader
 from .metrics import MetricSums
 
@@ -33,6 +34,8 @@ class EvaluationMixin:
             eval_dataset = self.eval_dataset[eval_dataset]
         if eval_dataset is None:
             raise ValueError("evaluation needs an eval_dataset.")
+        if eval_dataset is not self.eval_dataset:  # that one was checked when the trainer was made
+            inputs.check_dataset(self.tokenize_prompts, eval_dataset, "eval_dataset")
         args = self.args
         return PromptLoader(eval_dataset, args.per_device_eval_batch_size, args.process_index, args.world_size)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from datasets import Dataset
 from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel, TaskType, get_peft_model
 from torch import nn
 from transformers import (
@@ -48,10 +49,16 @@ def load_policy(
     if isinstance(model, str):
         if peft_config is not None and is_adapter_folder(model):
             raise ValueError(f"model: {model} is a saved adapter; pass it without peft_config, or name its base model.")
-        model = load_causal_lm(model, "model", **{"dtype": "float32", **(init_kwargs or {})})
+        init_kwargs = dict(init_kwargs or {})
+        if "torch_dtype" in init_kwargs:  # the older name; from_pretrained would prefer our default to it
+            init_kwargs.setdefault("dtype", init_kwargs.pop("torch_dtype"))
+        model = load_causal_lm(model, "model", **{"dtype": "float32", **init_kwargs})
     elif init_kwargs:
         raise ValueError("model_init_kwargs is set, but model is already loaded; pass its name instead.")
     refuse_unsupported(_transformers_model(model, "model", "a transformers model or its name").config, "model")
+    offloaded = any(hasattr(module, "_hf_hook") for module in model.modules())  # refused for that, later
+    if not offloaded and all(parameter.is_meta for parameter in model.parameters()):
+        raise ValueError("model has no weights (they are on the meta device); load it with from_pretrained.")
     if peft_config is None:
         return model
     if not isinstance(peft_config, PeftConfig):
@@ -114,8 +121,12 @@ def tokenizer_source(name: str) -> str:
     return name
 
 
-def check_roles(model: Any, value_model: Any, critic: str, peft_config: Any) -> None:
-    """Refuse, before weights load, a critic that the policy leaves no place for."""
+def check_roles(model: Any, ref_model: Any, value_model: Any, critic: str, peft_config: Any) -> None:
+    """Refuse, before weights load, a reference that cannot be one and a critic that the policy leaves no place for."""
+    if ref_model is not None and not isinstance(ref_model, nn.Module):
+        raise TypeError(f"ref_model is a {type(ref_model).__name__}; a loaded model is needed, or None for the policy.")
+    if ref_model is not None and ref_model is model:
+        raise ValueError("ref_model is the same object as model; pass a copy, or None to let the trainer make one.")
     if value_model is not None and value_model is model:
         raise ValueError("value_model is the same object as model; pass a sequence classifier, or None for a head.")
     adapted = peft_config is not None or isinstance(model, PeftModel)
@@ -170,6 +181,9 @@ def list_rewards(reward_funcs: Any, reward_model: Any, weights: Sequence[float] 
     for reward in rewards:
         if not callable(reward) and not isinstance(reward, str):
             raise TypeError(f"a reward must be a callable, a name or a model, found {type(reward).__name__}.")
+        if isinstance(reward, nn.Module):
+            needed = "a transformers model, or a function (completions, **kwargs) -> list of numbers that calls yours,"
+            _transformers_model(reward, "reward_model", needed)
     if weights is not None and len(weights) != len(rewards):
         raise ValueError(f"reward_weights has {len(weights)} entries for {len(rewards)} reward functions.")
     return [_reward_by_name(reward) if isinstance(reward, str) else reward for reward in rewards]
@@ -246,12 +260,18 @@ def require_dataset(dataset: Any, name: str) -> None:
         raise TypeError(f"{name} is a {type(dataset).__name__} without a length; streamed datasets are not supported.")
     if len(dataset) == 0:
         raise ValueError(f"{name} has no rows.")
-    if not isinstance(dataset[0], Mapping):
-        raise TypeError(f"{name} holds rows of type {type(dataset[0]).__name__}; a row is a dict with `prompt`.")
+    try:
+        row = dataset[0]
+    except LookupError:
+        raise TypeError(
+            f"{name} is a {type(dataset).__name__} whose first row is not {name}[0]; pass a datasets.Dataset or a list."
+        ) from None
+    if not isinstance(row, Mapping):
+        raise TypeError(f"{name} holds rows of type {type(row).__name__}; a row is a dict with `prompt`.")
 
 
-def check_datasets(prompts: Any, train_dataset: Any, eval_dataset: Any) -> None:
-    """Check the first row of every dataset."""
+def check_datasets(prompts: Any, train_dataset: Any, eval_dataset: Any = None) -> None:
+    """Check the first row of every dataset, and every row of a text column."""
     named = {"train_dataset": train_dataset}
     if isinstance(eval_dataset, dict):
         if not eval_dataset:
@@ -260,20 +280,36 @@ def check_datasets(prompts: Any, train_dataset: Any, eval_dataset: Any) -> None:
     elif eval_dataset is not None:
         named["eval_dataset"] = eval_dataset
     for name, dataset in named.items():
-        require_dataset(dataset, name)
-        row = dict(dataset[0])
-        _check_prompt(row, name)
-        prompts.check(row, name)
+        check_dataset(prompts, dataset, name)
+
+
+def check_dataset(prompts: Any, dataset: Any, name: str) -> None:
+    """Raise one line unless the rows of one dataset can be read."""
+    require_dataset(dataset, name)
+    row = dict(dataset[0])
+    _check_prompt(row, name)
+    prompts.check(row, name)
+    if "input_ids" in row or not isinstance(dataset, Dataset) or dataset.format["type"] == "custom":
+        return
+    if getattr(dataset.features["prompt"], "dtype", "") == "string":  # a bad row would end the run in its middle
+        chunks = dataset.data.column("prompt").chunks  # ten times as fast as rows; it holds those left out, too
+        if all(all(chunk.to_pylist()) for chunk in chunks):
+            return
+        allowed = ("",) if prompts.tokenizer("")["input_ids"] else ()
+        for number, prompt in enumerate(dataset.with_format(None)["prompt"]):
+            if not prompt and prompt not in allowed:
+                raise ValueError(f"{name}.prompt is {prompt!r} in row {number}; filter such rows out.")
 
 
 def _check_prompt(row: dict[str, Any], name: str) -> None:
     if "prompt" not in row or "input_ids" in row:
         return
     prompt = row["prompt"]
-    chat = isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt)
+    chat = isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) and "role" in turn for turn in prompt)
     if not chat and not isinstance(prompt, str):
         raise TypeError(
-            f"{name}.prompt is {str(prompt)[:80]!r} ({type(prompt).__name__}); it must be text or chat turns."
+            f"{name}.prompt is {str(prompt)[:80]!r} ({type(prompt).__name__}); it must be text or chat turns, "
+            "dicts with `role` and `content`."
         )
 
 

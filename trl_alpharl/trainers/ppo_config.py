@@ -37,7 +37,17 @@ class PPOConfig(PPOKnobs, PrefixedLowRankKnobs, BaseConfig):
         default=None, metadata={"help": "Arguments of from_pretrained when the model is passed by name."}
     )
 
-    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "model_init_kwargs", "lowrank_rank_pattern"]
+    chat_template_kwargs: dict | str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template, such as enable_thinking; a row's own come first."},
+    )
+
+    _VALID_DICT_FIELDS = [
+        *BaseConfig._VALID_DICT_FIELDS,
+        "model_init_kwargs",
+        "chat_template_kwargs",
+        "lowrank_rank_pattern",
+    ]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> PPOConfig:
         for name in kwargs:
@@ -56,7 +66,11 @@ class PPOConfig(PPOKnobs, PrefixedLowRankKnobs, BaseConfig):
             check_choices(self, source)
         check_ranges(self, _RANGES)
         _check_numbers(self)
+        _choose_best_metric(self)
         super().__post_init__()
+        if self.lr_scheduler_type == "reduce_lr_on_plateau":  # torch's own default takes a rising score for none
+            best = "max" if self.greater_is_better else "min"
+            self.lr_scheduler_kwargs = {"mode": best, **(self.lr_scheduler_kwargs or {})}
         _check_low_rank(self)
         _check_sizes(self)
         _check_vllm(self)
@@ -125,6 +139,20 @@ class PPOConfig(PPOKnobs, PrefixedLowRankKnobs, BaseConfig):
         return args
 
 
+def _choose_best_metric(config: PPOConfig) -> None:
+    """What says which checkpoint is best, or that learning has stalled: the score. transformers would take a loss,
+    which no evaluation has."""
+    needed = config.load_best_model_at_end or config.save_strategy == "best"
+    needed = needed or config.lr_scheduler_type == "reduce_lr_on_plateau"
+    if config.metric_for_best_model is None and needed:
+        config.metric_for_best_model = "objective/scores"
+    if (config.metric_for_best_model or "").removeprefix("eval_") in ("loss", "reward", "rewards"):
+        raise ValueError(
+            f"metric_for_best_model is {config.metric_for_best_model!r}, which no evaluation here has; "
+            "use 'objective/scores', or another key of docs/metrics.md."
+        )
+
+
 def check_choices(config: Any, knobs: type) -> None:
     """Raise ValueError, naming the field, for a value that is not one of a field's choices."""
     hints = get_type_hints(knobs)
@@ -170,7 +198,7 @@ _RANGES: Ranges = (
         "above 0",
     ),
     ("memory_budget_gib", (int, float), lambda value: value > 0, "above 0"),
-    ("kl_coef vf_coef critic_learning_rate", (int, float), lambda value: value >= 0, "0 or more"),
+    ("kl_coef vf_coef critic_learning_rate max_grad_norm", (int, float), lambda value: value >= 0, "0 or more"),
     ("gamma lam lam_critic", (int, float), lambda value: 0 <= value <= 1, "between 0 and 1"),
     ("vllm_gpu_memory_utilization", (int, float), lambda value: 0 < value <= 1, "above 0 and at most 1"),
     ("vllm_server_port vllm_group_port", int, lambda value: 0 < value < 65536, "a port, 1 to 65535"),

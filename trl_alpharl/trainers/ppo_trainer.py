@@ -3,6 +3,7 @@ the loop of one's own."""
 
 from __future__ import annotations
 
+import os
 import textwrap
 import time
 from typing import Any
@@ -95,19 +96,18 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
     ) -> None:
         if model is None:
             raise ValueError("model is required: a causal language model or its name.")
-        if ref_model is not None and ref_model is model:
-            raise ValueError("ref_model is the same object as model; pass a copy, or None to let the trainer make one.")
+        model = os.fspath(model) if isinstance(model, os.PathLike) else model
         args = self.config_class(output_dir="trl-alpharl-ppo") if args is None else args
         if not isinstance(args, self.config_class):
             raise TypeError(
                 f"args is a {type(args).__name__}; {type(self).__name__} needs a {self.config_class.__name__}."
             )
         require_engine(args)
-        inputs.check_roles(model, value_model, args.critic, peft_config)
+        inputs.check_roles(model, ref_model, value_model, args.critic, peft_config)
         inputs.check_top_layers(args.lora_top_layers, peft_config)
         inputs.require_dataset(train_dataset, "train_dataset")
         tokenizer = inputs.load_tokenizer(processing_class, model)
-        self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator)
+        self.tokenize_prompts = PromptTokenizer(tokenizer, data_collator, args.chat_template_kwargs)
         inputs.check_datasets(self.tokenize_prompts, train_dataset, eval_dataset)
         rewards = inputs.list_rewards(reward_funcs, reward_model, args.reward_weights)
 
@@ -218,12 +218,12 @@ class PPOTrainer(PPOStages, TrainerHooks, EvaluationMixin, CheckpointMixin, LowR
         if not experience.scored.finite:
             self.faults.skipped_step()
         if not experience.scored.finite or tokens == 0:
-            return torch.zeros((), device=self.args.device)
+            return torch.zeros((), dtype=torch.float32, device=self.args.device)
         # Built one by one: all chunks of a mini-batch together take more memory than the rollout record.
         chunks = self.plan(experience.scored.rollout)[0].chunks(experience.scored.rollout, rows)
         chunk = next(chunks, None)
         totals: dict[str, Tensor] = {}
-        whole_loss = torch.zeros((), device=self.args.device)
+        whole_loss = torch.zeros((), dtype=torch.float32, device=self.args.device)
         while chunk is not None:
             following = next(chunks, None)
             chunk = self.plan(experience.scored.rollout)[0].with_frozen(chunk, self.model)

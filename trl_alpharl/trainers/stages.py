@@ -101,7 +101,8 @@ class PPOStages:
             extras["prompt_ids"] = [
                 row[mask].tolist() for row, mask in zip(asked.prompt_ids.cpu(), asked.prompt_mask.cpu())
             ]
-        table = self.reward_runner(prompts, completions, ids, columns, extras)
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # a function may leave torch without gradients
+            table = self.reward_runner(prompts, completions, ids, columns, extras)
         device = rollout.completion_ids.device
         values = torch.tensor(table.values, dtype=torch.float64, device=device)
         given = torch.tensor(table.given, dtype=torch.bool, device=device)
