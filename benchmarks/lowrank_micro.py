@@ -245,7 +245,7 @@ def exchange(folder: str, short: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as scratch:
         for arm in ("full", "powersgd", "projected"):
             out = Path(scratch) / arm
-            mp.spawn(_train, (port, folder, arm, 14 if short else 80, str(out)), nprocs=2)
+            mp.spawn(_train, (port, folder, arm, 14 if short else 40, str(out)), nprocs=2)
             rows.append(json.loads(out.read_text()))
     for row in rows:
         row["loss_over_full"] = row["eval_loss"] - rows[0]["eval_loss"]

@@ -42,6 +42,9 @@ def parse_flags(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--ablation", action="store_true", help="our switches, one changed at a time")
+    parser.add_argument(
+        "--switch", nargs="+", choices=SWITCHES, default=list(SWITCHES), help="of --ablation; default all"
+    )
     mode.add_argument("--sft", action="store_true", help="PPO's peak memory over supervised fine-tuning's")
     mode.add_argument("--scaling", action="store_true", help="ours with 8 times the prompts, and 8 times the tokens")
     parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=["shared"])
@@ -90,7 +93,7 @@ def ablation(options: argparse.Namespace, sides: Sides, variant: str) -> dict[st
     without_effect = set(NEEDS_FROZEN_LAYERS if work.lora_top_layers is None else ())
     without_effect |= set(NEEDS_EARLY_ENDS if work.stop_token_id is None else ())
     arms: list[tuple[str, dict[str, Any]]] = [("default", {})]
-    arms += [(name, change) for name, change in SWITCHES.items() if not without_effect & change.keys()]
+    arms += [(name, SWITCHES[name]) for name in options.switch if not without_effect & SWITCHES[name].keys()]
     runs = []
     for name, change in [*arms, ("default", {})]:
         own = replace(work, settings={**work.settings, **change})
