@@ -73,6 +73,8 @@ MECHANISMS: dict[str, dict[str, dict[str, Any]]] = {
         "lambda_critic 1": {"lam_critic": 1.0},
         "length-adaptive lambda, lambda_critic 1": {"lam_length_scale": 0.5, "lam_critic": 1.0},
         "explained-variance gate": {"explained_variance_gate": True},
+        # A rise is worth 1/39: no penalty of the grid but 0 lets PPO learn. In units of the rewards' spread one may.
+        "robust scaling, KL penalty .008": {**ROBUST, "kl_coef": 0.008},
     },
 }
 

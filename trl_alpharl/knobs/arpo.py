@@ -20,8 +20,8 @@ class ARPOKnobs:
     )
     reward_kind: Literal["verifiable", "graded", "drifting"] | None = knob(
         None,
-        "What preset tuned is for. verifiable: rewards of 0 or 1. graded: numbers on a steady scale. drifting: numbers "
-        "whose scale moves or that have outliers. None: graded.",
+        "What preset tuned is for. verifiable: rewards of 0 or 1. graded: numbers on a steady scale, some 1 "
+        "apart. drifting: numbers whose scale moves or is far from 1, or that have outliers. None: graded.",
     )
 
     # Reward scaling and shaping
