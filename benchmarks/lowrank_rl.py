@@ -194,7 +194,7 @@ def plan(task: str, arms: list[str], done: list[dict[str, Any]], short: bool) ->
     elif task == "tiny":
         runs = [(arm, rate, seed) for seed in range(3) for arm in arms for rate in (1e-4, 3e-4, 1e-3)]
     else:
-        runs = [(arm, rate, 0) for arm in arms for rate in (1e-5, 3e-5)]
+        runs = [(arm, rate, 0) for arm in arms for rate in (1e-4, 3e-4)]
         for arm in arms:
             first = [row for row in done if row["arm"] == arm and row["seed"] == 0]
             if len(first) == 2:

@@ -36,9 +36,9 @@ def test_every_arm_gets_as_many_rates_and_seeds(rl):
 
 def test_the_last_two_seeds_go_to_the_better_rate(rl):
     first = rl.plan("smollm2", ["adamw"], [], short=False)
-    assert first == [("adamw", 1e-5, 0), ("adamw", 3e-5, 0)]
-    done = [row("adamw", 1e-5, 0, 1.0), row("adamw", 3e-5, 0, 2.0)]
-    assert rl.plan("smollm2", ["adamw"], done, short=False) == [("adamw", 3e-5, 1), ("adamw", 3e-5, 2)]
+    assert first == [("adamw", 1e-4, 0), ("adamw", 3e-4, 0)]
+    done = [row("adamw", 1e-4, 0, 1.0), row("adamw", 3e-4, 0, 2.0)]
+    assert rl.plan("smollm2", ["adamw"], done, short=False) == [("adamw", 3e-4, 1), ("adamw", 3e-4, 2)]
 
 
 def test_the_table_shows_each_arm_at_its_best_rate(rl):
