@@ -46,6 +46,7 @@ from trl_alpharl.lowrank.optimizer import LowRankAdamW
 RANKS = (16, 64, 128)
 RANK = 64  # of the optimizer's arms
 MICRO_BATCHES, ROWS = 4, 4
+EXCHANGES = {"full": 0, "powersgd rank 16": 16, "powersgd rank 32": 32, "projected": 0}  # PowerSGD's rank
 
 
 class Corpus:
@@ -243,7 +244,7 @@ def exchange(folder: str, short: bool) -> list[dict[str, Any]]:
         port = free.getsockname()[1]
     rows = []
     with tempfile.TemporaryDirectory() as scratch:
-        for arm in ("full", "powersgd", "projected"):
+        for arm in EXCHANGES:
             out = Path(scratch) / arm
             mp.spawn(_train, (port, folder, arm, 14 if short else 40, str(out)), nprocs=2)
             rows.append(json.loads(out.read_text()))
@@ -259,7 +260,7 @@ def _train(rank: int, port: int, folder: str, arm: str, steps: int, out: str) ->
     dist.init_process_group("gloo", rank=rank, world_size=2)
     model, corpus = load(folder)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    power_sgd = PowerSGD(wrapped, rank=16) if arm == "powersgd" else None
+    power_sgd = PowerSGD(wrapped, rank=EXCHANGES[arm]) if EXCHANGES[arm] else None
     if arm == "projected":
         config = LowRankConfig(rank=RANK, all_reduce="projected")
         learner: Any = LowRankAdamW(model.parameters(), lr=1.5e-4, config=config, max_grad_norm=1.0)
@@ -277,14 +278,13 @@ def _train(rank: int, port: int, folder: str, arm: str, steps: int, out: str) ->
     held_out = Corpus(corpus.tokenizer, seed=99)
     with torch.no_grad():
         loss = statistics.fmean(float(next_token_loss(model, held_out.batch(i, 8))) for i in range(16))
-    full = sum(p.numel() for p in model.parameters()) * 4
-    sent = {
-        "full": full,
-        "powersgd": power_sgd and power_sgd.sent_bytes,
-        "projected": getattr(learner, "sent_bytes", 0),
-    }
+    sent = sum(p.numel() for p in model.parameters()) * 4
+    if arm == "projected":
+        sent = learner.sent_bytes
+    elif power_sgd is not None:
+        sent = power_sgd.sent_bytes
     if rank == 0:
-        Path(out).write_text(json.dumps({"arm": arm, "eval_loss": loss, "sent_bytes": sent[arm]}))
+        Path(out).write_text(json.dumps({"arm": arm, "eval_loss": loss, "sent_bytes": sent}))
     dist.barrier()
     os._exit(0)  # gloo's threads may abort a process that takes its modules down
 
